@@ -1,0 +1,44 @@
+// Counts live bytes of one memory against a limit. Header-only; lock-free.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+
+namespace autohete {
+
+// Any thread. charge() either takes the bytes and returns true, or changes nothing and returns
+// false. The peak is the largest `used` since the last reset_peak().
+class Budget {
+ public:
+  explicit Budget(std::size_t limit_bytes) : limit_(limit_bytes) {}
+
+  bool charge(std::size_t bytes) {
+    std::size_t used = used_.load(std::memory_order_relaxed);
+    do {
+      if (bytes > limit() - std::min(limit(), used)) return false;
+    } while (!used_.compare_exchange_weak(used, used + bytes, std::memory_order_relaxed));
+    raise_peak(used + bytes);
+    return true;
+  }
+  void refund(std::size_t bytes) { used_.fetch_sub(bytes, std::memory_order_relaxed); }
+
+  std::size_t used() const { return used_.load(std::memory_order_relaxed); }
+  std::size_t peak() const { return peak_.load(std::memory_order_relaxed); }
+  std::size_t limit() const { return limit_.load(std::memory_order_relaxed); }
+  std::size_t free() const { return limit() - std::min(limit(), used()); }
+  void set_limit(std::size_t bytes) { limit_.store(bytes, std::memory_order_relaxed); }
+  void reset_peak() { peak_.store(used(), std::memory_order_relaxed); }
+
+ private:
+  void raise_peak(std::size_t used) {
+    std::size_t peak = peak_.load(std::memory_order_relaxed);
+    while (used > peak && !peak_.compare_exchange_weak(peak, used, std::memory_order_relaxed)) {
+    }
+  }
+  std::atomic<std::size_t> limit_;
+  std::atomic<std::size_t> used_{0};
+  std::atomic<std::size_t> peak_{0};
+};
+
+}  // namespace autohete

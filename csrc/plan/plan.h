@@ -1,0 +1,76 @@
+// Plain data: what is measured (Profile), what is allowed (Budgets), what is decided (Plan).
+// No behaviour here. Bytes, seconds, bytes per second, parameters per second throughout.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "csrc/device/store.h"  // Tier
+
+namespace autohete {
+
+enum class ActivationRule : std::uint8_t { kKeep, kRecompute };
+
+// One unit as the planner sees it. Units of one `kind` are identical layers.
+struct UnitProfile {
+  std::string name;                 // "transformer.h.3"
+  std::string kind;                 // equal strings: equal layers
+  std::int64_t num_parameters = 0;  // trainable and frozen
+  std::size_t param_bytes = 0;      // in the dtype the device computes with
+  std::size_t grad_bytes = 0;       // trainable ones
+  std::size_t state_bytes = 0;      // moments, and fp32 masters in the half regime
+  std::size_t master_bytes = 0;     // fp32 copy the host keeps when only the state is offloaded
+  std::size_t activation_bytes = 0; // kept for backward without checkpointing
+  std::size_t checkpoint_bytes = 0; // kept for backward with checkpointing (its inputs)
+  std::size_t temporary_bytes = 0;  // largest extra inside its own forward or backward
+  double forward_seconds = 0;
+  double backward_seconds = 0;      // without the recomputed forward
+  bool can_offload_parameters = true;  // false: it contains other units
+  bool can_recompute = true;           // false: embedding, head, containers
+};
+
+struct HardwareProfile {
+  double h2d_bytes_per_second = 0;
+  double d2h_bytes_per_second = 0;
+  double link_latency_seconds = 0;       // per chunk
+  double cpu_params_per_second = 0;      // CPU AdamW, all workers
+  double device_params_per_second = 0;   // AdamW on the device
+};
+
+struct Profile {
+  std::vector<UnitProfile> units;  // in forward order
+  HardwareProfile hardware;
+  std::size_t fixed_device_bytes = 0;  // inputs, logits, loss and what else no unit owns
+  std::size_t fixed_host_bytes = 0;
+  int gradient_accumulation_steps = 1;
+  std::size_t chunk_bytes = std::size_t{4} << 20;
+};
+
+struct Budgets {
+  std::size_t device_bytes = 0;
+  std::size_t host_bytes = 0;
+};
+
+struct UnitPlan {
+  Tier parameters = Tier::kDevice;
+  Tier gradients = Tier::kDevice;        // host whenever the optimizer state is on the host
+  Tier optimizer_state = Tier::kDevice;  // the update runs where the state is
+  ActivationRule activations = ActivationRule::kKeep;
+};
+
+struct Plan {
+  std::vector<UnitPlan> units;
+  std::string strategy = "autohete";
+  int window = 2;  // device slots for parameters that live on the host
+  std::size_t chunk_bytes = std::size_t{4} << 20;
+  // Predictions. Zero when nothing was predicted (a plan written by hand).
+  double step_seconds = 0;
+  std::size_t device_peak_bytes = 0;
+  std::size_t host_bytes = 0;
+  std::string solver;         // "glpk" or "enumeration"
+  std::string binding_lane;   // "compute", "h2d", "d2h", "cpu"
+};
+
+}  // namespace autohete
