@@ -1,0 +1,336 @@
+#include "csrc/bindings/torch_unit.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
+
+#include <cstring>
+#include <utility>
+
+#include "csrc/base/check.h"
+
+namespace autohete {
+namespace {
+
+// exp_avg, exp_avg_sq, max_exp_avg_sq, master: the arrays of one parameter's state, in this order.
+enum StateArray { kExpAvg = 0, kExpAvgSq = 1, kMaxExpAvgSq = 2, kMaster = 3 };
+
+DType to_dtype(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kHalf:
+      return DType::kFloat16;
+    default:
+      throw std::invalid_argument(concat("autohete: parameter dtype is ", c10::toString(type),
+                                         ", expected float32, bfloat16 or float16"));
+  }
+}
+
+// The gradient as one contiguous range in the parameter's own layout.
+at::Tensor exclusive_gradient(const at::Tensor& parameter, const at::Tensor& gradient) {
+  if (owns_its_storage(gradient) && gradient.strides() == parameter.strides()) return gradient;
+  at::Tensor copy = at::empty_strided(parameter.sizes(), parameter.strides(), gradient.options());
+  copy.copy_(gradient.detach());
+  parameter.mutable_grad() = copy;
+  return copy;
+}
+
+}  // namespace
+
+TorchUnit::TorchUnit(std::string name, const std::vector<at::Tensor>& parameters,
+                     const std::vector<at::Tensor>& masters, const std::vector<bool>& updated,
+                     bool amsgrad, const UnitPlan& plan, Store& store, c10::Device device)
+    : name_(std::move(name)), device_(device), amsgrad_(amsgrad) {
+  AH_ASSERT(parameters.size() == masters.size() && parameters.size() == updated.size());
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    TorchParameter parameter;
+    parameter.value = HomedTensor(parameters[i], param_bytes_);
+    const std::size_t bytes = align_up(parameters[i].nbytes());
+    param_bytes_ += bytes;
+    if (updated[i]) {
+      to_dtype(parameters[i].scalar_type());
+      parameter.group = 0;
+      parameter.gradient_offset = gradient_bytes_;
+      gradient_bytes_ += bytes;
+      parameter.state_offset = state_bytes_;
+      state_bytes_ += 4 * parameter.state_array_bytes();
+      if (!parameter.is_half()) state_bytes_ -= parameter.state_array_bytes();
+      if (!amsgrad) state_bytes_ -= parameter.state_array_bytes();
+    }
+    parameters_.push_back(std::move(parameter));
+  }
+  plan_ = plan;
+  allocate(plan, store);
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    TorchParameter& parameter = parameters_[i];
+    if (parameter.group >= 0 && parameter.is_half()) {
+      parameter.master = state_array(i, kMaster);
+      parameter.master.tensor().copy_(
+          (masters[i].defined() ? masters[i] : parameter.value.tensor()).detach());
+    }
+    parameter.value.move_into(newest_block(), device_);
+  }
+  if (params_host_ && params_device_)
+    std::memcpy(params_host_->data(), params_device_->data(), param_bytes_);
+}
+
+// The blocks a plan calls for; those there already are kept.
+void TorchUnit::allocate(const UnitPlan& plan, Store& store) {
+  const bool host_state = plan.optimizer_state == Tier::kHost;
+  const auto host = [&](BlockPtr& block, bool wanted, std::size_t bytes, const char* what) {
+    if (!wanted || bytes == 0) {
+      block.reset();
+    } else if (!block) {
+      block = store.allocate_host(bytes, concat(what, " of unit ", name_));
+    }
+  };
+  host(params_host_, plan.parameters == Tier::kHost || host_state, std::max(param_bytes_, kBlockAlignment),
+       "parameters");
+  host(gradients_host_, host_state, std::max(gradient_bytes_, kBlockAlignment), "gradients");
+  if (plan.parameters == Tier::kHost) {
+    params_device_.reset();
+  } else if (!params_device_) {
+    params_device_ = store.allocate_device(std::max(param_bytes_, kBlockAlignment),
+                                           concat("parameters of unit ", name_));
+  }
+  const Tier wanted = plan.optimizer_state;
+  if (state_bytes_ == 0 || (state_ && state_->tier() == wanted)) return;
+  const std::string what = concat("optimizer state of unit ", name_);
+  state_ = wanted == Tier::kHost ? store.allocate_host(state_bytes_, what)
+                                 : store.allocate_device(state_bytes_, what);
+}
+
+UnitBlocks TorchUnit::blocks() const {
+  UnitBlocks blocks;
+  blocks.name = name_;
+  blocks.plan = plan_;
+  blocks.param_bytes = param_bytes_;
+  blocks.params_host = params_host_;
+  blocks.params_device = params_device_;
+  blocks.gradients_host = gradients_host_;
+  return blocks;
+}
+
+// A tensor over array `index` of parameter i's state.
+HomedTensor TorchUnit::state_array(std::size_t i, int index) const {
+  const TorchParameter& parameter = parameters_[i];
+  int position = index;
+  if (index > kMaxExpAvgSq && !amsgrad_) --position;
+  const std::size_t offset =
+      parameter.state_offset + static_cast<std::size_t>(position) * parameter.state_array_bytes();
+  const c10::Device device = state_->tier() == Tier::kHost ? c10::Device(c10::kCPU) : device_;
+  const at::Tensor& value = parameter.value.tensor();
+  at::Tensor array = at::empty_strided({0}, {1}, at::TensorOptions().dtype(at::kFloat).device(device));
+  const std::size_t bytes = static_cast<std::size_t>(value.numel()) * sizeof(float);
+  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, device));
+  point_storage(*storage.unsafeGetStorageImpl(), state_, offset, device);
+  array.set_(storage, 0, value.sizes(), value.strides());
+  HomedTensor homed(array, offset);
+  homed.move_into(state_, device);  // already there: takes note of the storage
+  return homed;
+}
+
+void TorchUnit::rehome(const UnitPlan& plan, Store& store, const CopyAndWait& copy) {
+  const BlockPtr old_params = newest_block();
+  const BlockPtr old_state = state_;
+  const UnitPlan old_plan = plan_;
+  try {
+    allocate(plan, store);
+  } catch (...) {
+    // As it was: old blocks are still held here.
+    (old_plan.parameters == Tier::kHost ? params_host_ : params_device_) = old_params;
+    state_ = old_state;
+    plan_ = old_plan;
+    allocate(old_plan, store);
+    throw;
+  }
+  plan_ = plan;
+  if (newest_block() != old_params) copy(newest_block(), old_params);
+  if (params_host_ && params_host_ != old_params && params_host_ != newest_block())
+    copy(params_host_, old_params);
+  point_parameters(newest_block());
+  if (state_ == old_state) return;
+  copy(state_, old_state);
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    TorchParameter& parameter = parameters_[i];
+    for (HomedTensor* array : {&parameter.exp_avg, &parameter.exp_avg_sq,
+                               &parameter.max_exp_avg_sq, &parameter.master}) {
+      if (!array->defined()) continue;
+      if (device_.is_cpu()) {
+        array->point_at(state_);
+      } else {  // the tensor changes its device type: a new tensor, published again by make_state
+        const int index = array == &parameter.exp_avg      ? kExpAvg
+                          : array == &parameter.exp_avg_sq ? kExpAvgSq
+                          : array == &parameter.master     ? kMaster
+                                                           : kMaxExpAvgSq;
+        *array = state_array(i, index);
+      }
+    }
+  }
+}
+
+void TorchUnit::leave() {
+  for (TorchParameter& parameter : parameters_) {
+    for (HomedTensor* home : {&parameter.value, &parameter.exp_avg, &parameter.exp_avg_sq,
+                              &parameter.max_exp_avg_sq, &parameter.master}) {
+      if (home->defined() && !home->replaced()) home->leave();
+    }
+    if (auto storage = parameter.landed.lock()) copy_out(*storage);
+  }
+}
+
+void TorchUnit::point_parameters(const BlockPtr& block) {
+  for (TorchParameter& parameter : parameters_) parameter.value.point_at(block);
+}
+
+bool TorchUnit::adopt_replaced() {
+  bool any = false;
+  for (TorchParameter& parameter : parameters_) {
+    if (!parameter.value.replaced()) continue;
+    const at::Tensor& tensor = parameter.value.tensor();
+    require(tensor.nbytes() == parameter.value.bytes(), "autohete: a parameter of unit ", name_,
+            " has ", tensor.nbytes(), " bytes, expected ", parameter.value.bytes(),
+            "; its size or dtype was changed after wrapping: unwrap() before, wrap again after");
+    parameter.value.move_into(newest_block(), device_);
+    any = true;
+  }
+  return any;
+}
+
+void TorchUnit::take_edits(const CopyAndWait& copy) {
+  if (params_device_ && params_host_) copy(params_host_, params_device_);
+  for (TorchParameter& parameter : parameters_) {
+    if (!parameter.master.defined()) continue;
+    const at::Tensor value = parameter.value.tensor().detach();
+    const at::Tensor master = parameter.master.tensor();
+    const at::Tensor edited = master.to(value.scalar_type()).ne(value.to(master.device()));
+    if (!edited.any().item<bool>()) continue;
+    master.copy_(value.to(master.device(), at::kFloat).where(edited, master));
+  }
+}
+
+std::vector<CopySegment> TorchUnit::collect_gradients() {
+  std::vector<CopySegment> segments;
+  for (TorchParameter& parameter : parameters_) {
+    if (parameter.group < 0) continue;
+    at::Tensor gradient = parameter.value.tensor().grad();
+    if (!gradient.defined()) continue;
+    if (auto landed = parameter.landed.lock()) {
+      if (gradient.has_storage() && gradient.storage().unsafeGetStorageImpl() == landed.get())
+        continue;
+      copy_out(*landed);  // the user kept last step's gradient: it gets memory of its own
+    }
+    require(gradient.scalar_type() == parameter.value.tensor().scalar_type() &&
+                gradient.layout() == at::kStrided,
+            "autohete: a gradient of unit ", name_, " is ", c10::toString(gradient.scalar_type()),
+            " ", gradient.layout(), ", expected dense ",
+            c10::toString(parameter.value.tensor().scalar_type()));
+    gradient = exclusive_gradient(parameter.value.tensor(), gradient);
+    parameter.leaving = gradient;
+    parameter.leaving_version = gradient._version();
+    leaving_ = true;
+    if (gradient.nbytes() == 0) continue;
+    segments.push_back({gradients_host_->data() + parameter.gradient_offset, gradient.data_ptr(),
+                        gradient.nbytes()});
+  }
+  return segments;
+}
+
+bool TorchUnit::land_gradients() {
+  bool again = false;
+  leaving_ = false;
+  for (TorchParameter& parameter : parameters_) {
+    if (!parameter.leaving.defined()) continue;
+    const at::Tensor gradient = std::exchange(parameter.leaving, at::Tensor());
+    if (gradient._version() != parameter.leaving_version) {
+      again = true;  // still this parameter's p.grad: collect_gradients() finds it
+      continue;
+    }
+    c10::StorageImpl* storage = gradient.storage().unsafeGetStorageImpl();
+    point_storage(*storage, gradients_host_, parameter.gradient_offset, gradient.device());
+    parameter.landed = c10::weak_intrusive_ptr<c10::StorageImpl>(
+        c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage));
+  }
+  return again;
+}
+
+void TorchUnit::make_state(std::size_t i) {
+  TorchParameter& parameter = parameters_.at(i);
+  parameter.exp_avg = state_array(i, kExpAvg);
+  parameter.exp_avg_sq = state_array(i, kExpAvgSq);
+  parameter.exp_avg.tensor().zero_();
+  parameter.exp_avg_sq.tensor().zero_();
+  if (amsgrad_) {
+    parameter.max_exp_avg_sq = state_array(i, kMaxExpAvgSq);
+    parameter.max_exp_avg_sq.tensor().zero_();
+  }
+  parameter.step = at::zeros({}, at::kFloat);
+}
+
+void TorchUnit::adopt_state(std::size_t i, at::Tensor step, at::Tensor exp_avg,
+                            at::Tensor exp_avg_sq, std::optional<at::Tensor> max_exp_avg_sq,
+                            std::optional<at::Tensor> master) {
+  TorchParameter& parameter = parameters_.at(i);
+  const auto take = [&](HomedTensor& home, const at::Tensor& tensor, int index) {
+    if (home.defined() && tensor.is_same(home.tensor()) && !home.replaced()) return;
+    HomedTensor fresh = state_array(i, index);
+    fresh.tensor().copy_(tensor.detach());
+    home = std::move(fresh);
+  };
+  take(parameter.exp_avg, exp_avg, kExpAvg);
+  take(parameter.exp_avg_sq, exp_avg_sq, kExpAvgSq);
+  if (amsgrad_ && max_exp_avg_sq) take(parameter.max_exp_avg_sq, *max_exp_avg_sq, kMaxExpAvgSq);
+  if (parameter.is_half() && master) take(parameter.master, *master, kMaster);
+  parameter.step = step.is_cpu() && step.scalar_type() == at::kFloat
+                       ? step
+                       : step.detach().to(at::kCPU, at::kFloat);
+}
+
+std::vector<AdamSpan> TorchUnit::make_spans(const std::vector<AdamHyper>& hypers) {
+  std::vector<AdamSpan> spans;
+  const bool host = plan_.optimizer_state == Tier::kHost;
+  for (TorchParameter& parameter : parameters_) {
+    const at::Tensor& value = parameter.value.tensor();
+    if (parameter.group < 0 || !value.grad().defined()) continue;
+    AH_ASSERT(parameter.step.defined());
+    AdamSpan span;
+    span.step = *parameter.step.data_ptr<float>() += 1.0F;
+    value.unsafeGetTensorImpl()->bump_version();
+    if (value.numel() == 0) continue;
+    span.numel = static_cast<std::size_t>(value.numel());
+    span.hyper = hypers.at(static_cast<std::size_t>(parameter.group));
+    span.grad_dtype = to_dtype(value.grad().scalar_type());
+    if (host) {
+      span.grad = gradients_host_->data() + parameter.gradient_offset;
+    } else {
+      span.grad = exclusive_gradient(value, value.grad()).data_ptr();
+    }
+    std::byte* home = (host ? params_host_ : params_device_)->data() + parameter.value.offset();
+    float* master = parameter.is_half() ? parameter.master.tensor().data_ptr<float>()
+                                        : reinterpret_cast<float*>(home);
+    span.param_in = span.param_out = master;
+    if (parameter.is_half()) {
+      span.half_out = home;
+      span.half_dtype = to_dtype(value.scalar_type());
+    }
+    span.exp_avg_in = span.exp_avg_out = parameter.exp_avg.tensor().data_ptr<float>();
+    span.exp_avg_sq_in = span.exp_avg_sq_out = parameter.exp_avg_sq.tensor().data_ptr<float>();
+    if (amsgrad_) {
+      span.max_exp_avg_sq_in = span.max_exp_avg_sq_out =
+          parameter.max_exp_avg_sq.tensor().data_ptr<float>();
+    }
+    spans.push_back(span);
+  }
+  return spans;
+}
+
+std::uint64_t TorchUnit::versions() const {
+  std::uint64_t sum = 0;
+  for (const TorchParameter& parameter : parameters_) sum += parameter.value.tensor()._version();
+  return sum;
+}
+
+}  // namespace autohete

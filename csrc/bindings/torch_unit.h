@@ -1,0 +1,117 @@
+// One unit's tensors: parameters, gradients, moments, fp32 masters; where their bytes are, and how
+// a gradient changes sides. Torch only; what moves when is the engine's business.
+//
+// Thread rule: the hook thread, with the GIL.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "csrc/kernels/adamw.h"
+#include "csrc/memory/unit_storage.h"
+#include "csrc/plan/plan.h"
+#include "csrc/runtime/engine.h"
+
+namespace autohete {
+
+// Copies bytes between tiers and waits. Supplied by the engine's owner.
+using CopyAndWait = std::function<void(const BlockPtr& dst, const BlockPtr& src)>;
+
+// A parameter and what belongs to it.
+struct TorchParameter {
+  HomedTensor value;
+  std::size_t gradient_offset = 0;
+  int group = -1;  // index of its param group; -1: not in the optimizer
+
+  // The gradient on its way to the host, and its version when the copy was queued.
+  at::Tensor leaving;
+  std::uint32_t leaving_version = 0;
+  // The gradient that points at the host block, while somebody still holds it.
+  c10::weak_intrusive_ptr<c10::StorageImpl> landed{c10::intrusive_ptr<c10::StorageImpl>()};
+
+  // Optimizer state, all fp32 and shaped like the parameter; undefined until made.
+  std::size_t state_offset = 0;
+  HomedTensor exp_avg, exp_avg_sq, max_exp_avg_sq, master;
+  at::Tensor step;  // 0-dim float32 on the CPU
+
+  bool is_half() const { return value.tensor().scalar_type() != at::kFloat; }
+  std::size_t state_array_bytes() const {
+    return align_up(static_cast<std::size_t>(value.tensor().numel()) * sizeof(float));
+  }
+};
+
+class TorchUnit {
+ public:
+  // Gives every parameter a home under `plan`, one unit's bytes at a time. masters[i] is the fp32
+  // value of half parameter i (undefined: its present value, widened). `updated[i]`: the optimizer
+  // has it, so gradient and state get room.
+  TorchUnit(std::string name, const std::vector<at::Tensor>& parameters,
+            const std::vector<at::Tensor>& masters, const std::vector<bool>& updated, bool amsgrad,
+            const UnitPlan& plan, Store& store, c10::Device device);
+
+  const std::string& name() const { return name_; }
+  const UnitPlan& plan() const { return plan_; }
+  const BlockPtr& state_block() const { return state_; }
+  UnitBlocks blocks() const;
+  std::vector<TorchParameter>& parameters() { return parameters_; }
+  std::size_t param_bytes() const { return param_bytes_; }
+  std::size_t gradient_bytes() const { return gradient_bytes_; }
+  std::size_t state_bytes() const { return state_bytes_; }
+
+  // Moves everything to where `plan` wants it. The newest bytes must be in newest_block() and
+  // nothing in flight.
+  void rehome(const UnitPlan& plan, Store& store, const CopyAndWait& copy);
+  // Gives every tensor plain torch memory again.
+  void leave();
+
+  void point_parameters(const BlockPtr& block);
+  // Newest bytes when nothing computes.
+  const BlockPtr& newest_block() const {
+    return plan_.parameters == Tier::kHost ? params_host_ : params_device_;
+  }
+
+  // Makes parameters the user gave another storage ours again (their bytes move into the newest
+  // block). Returns true when there were any.
+  bool adopt_replaced();
+  // The user may have edited parameters: brings the host's fp32 side up to date with them.
+  void take_edits(const CopyAndWait& copy);
+
+  // What has to go to the host now: gradients that are new, or changed while leaving. Marks them
+  // as leaving.
+  std::vector<CopySegment> collect_gradients();
+  // The copies are over: gradients point at the host block from here on, and their device memory
+  // is free. Returns true when some changed meanwhile and must be sent again.
+  bool land_gradients();
+  bool gradients_leaving() const { return leaving_; }
+
+  // Makes missing moments of parameter i (zeros) and its step counter (0).
+  void make_state(std::size_t i);
+  // Takes the user's tensors as the state of parameter i: their bytes move into the state block
+  // and they become the visible ones. fp32, shaped like the parameter.
+  void adopt_state(std::size_t i, at::Tensor step, at::Tensor exp_avg, at::Tensor exp_avg_sq,
+                   std::optional<at::Tensor> max_exp_avg_sq, std::optional<at::Tensor> master);
+
+  // Counts the step and returns one span per parameter that has a gradient. `hypers` by group.
+  std::vector<AdamSpan> make_spans(const std::vector<AdamHyper>& hypers);
+  // Sum of the parameters' version counters: changes with every in-place write torch can see.
+  std::uint64_t versions() const;
+
+ private:
+  void allocate(const UnitPlan& plan, Store& store);
+  HomedTensor state_array(std::size_t i, int index) const;
+
+  std::string name_;
+  c10::Device device_;
+  bool amsgrad_;
+  UnitPlan plan_;
+  std::vector<TorchParameter> parameters_;
+  std::size_t param_bytes_ = 0, gradient_bytes_ = 0, state_bytes_ = 0;
+  BlockPtr params_host_, params_device_, gradients_host_, state_;
+  bool leaving_ = false;
+};
+
+}  // namespace autohete

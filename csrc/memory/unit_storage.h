@@ -1,0 +1,55 @@
+// One user-visible tensor whose bytes live in a block: it keeps its own StorageImpl, which is
+// pointed at block + offset as the block changes. Views and autograd's saved tensors follow,
+// because they share that storage. The only place outside csrc/bindings/ that knows torch.
+//
+// Thread rule: the hook thread, with the GIL.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+
+#include "csrc/device/store.h"
+
+namespace autohete {
+
+// Points `storage` at `bytes` of the block; the storage holds a reference to the block.
+void point_storage(c10::StorageImpl& storage, const BlockPtr& block, std::size_t offset,
+                   c10::Device device);
+
+// Gives the storage torch memory of its own with the same bytes.
+void copy_out(c10::StorageImpl& storage);
+
+// True when the storage holds exactly this tensor: no view of something larger, no gaps.
+bool owns_its_storage(const at::Tensor& tensor);
+
+class HomedTensor {
+ public:
+  HomedTensor() = default;
+  // `tensor` keeps its identity, sizes, strides and dtype.
+  HomedTensor(at::Tensor tensor, std::size_t offset);
+
+  bool defined() const { return tensor_.defined(); }
+  const at::Tensor& tensor() const { return tensor_; }
+  std::size_t offset() const { return offset_; }
+  std::size_t bytes() const { return bytes_; }
+
+  // Copies the present bytes into the block and points there. A tensor that is a view of a larger
+  // storage, or has gaps, first gets a storage of its own. `device` is the tensor's device from now
+  // on (a CPU tensor may become one of `cuda`).
+  void move_into(const BlockPtr& block, c10::Device device);
+  // Points at a block that already holds the bytes.
+  void point_at(const BlockPtr& block);
+  // Gives the tensor torch memory of its own with the same bytes; it is not ours any more.
+  void leave() { copy_out(*storage_); }
+  // The user gave the tensor another storage, dtype or size since move_into (p.data = x).
+  bool replaced() const;
+
+ private:
+  at::Tensor tensor_;
+  std::size_t offset_ = 0;
+  std::size_t bytes_ = 0;
+  c10::StorageImpl* storage_ = nullptr;  // the one we point; compared, never dereferenced alone
+};
+
+}  // namespace autohete

@@ -1,0 +1,383 @@
+#include "csrc/runtime/engine.h"
+
+#include <algorithm>
+#include <tuple>
+#include <utility>
+
+namespace autohete {
+
+Engine::Engine(Device& device, Store& store, Workers& workers)
+    : device_(device), store_(store), workers_(workers) {}
+
+Engine::~Engine() {
+  {
+    Lock lock(mutex_);
+    stopping_ = true;
+  }
+  // Updates first: a running one may still submit an upload; then no lane has a customer left.
+  update_lane_.reset();
+  download_lane_.reset();
+  upload_lane_.reset();
+}
+
+void Engine::configure(std::vector<UnitBlocks> units, EngineOptions options) {
+  require(options.window >= 1, "Engine: window is ", options.window, ", expected at least 1");
+  synchronize();
+  slots_.clear();
+  units_.clear();
+  std::size_t slot_bytes = 0;
+  int offloaded_units = 0;
+  for (UnitBlocks& blocks : units) {
+    Unit unit;
+    unit.blocks = std::move(blocks);
+    if (offloaded(unit)) {
+      slot_bytes = std::max(slot_bytes, unit.blocks.param_bytes);
+      ++offloaded_units;
+    } else {
+      unit.state.residency = Residency::kResident;
+    }
+    units_.push_back(std::move(unit));
+  }
+  for (int i = 0; i < std::min(options.window, offloaded_units); ++i)
+    slots_.push_back(Slot{store_.allocate_device(slot_bytes, "a parameter slot"), -1, Event{}});
+  update_lane_.reset();
+  download_lane_.reset();
+  upload_lane_.reset();
+  upload_lane_ = std::make_unique<TransferLane>(device_, CopyDirection::kHostToDevice,
+                                                options.chunk_bytes, &timeline_);
+  download_lane_ = std::make_unique<TransferLane>(device_, CopyDirection::kDeviceToHost,
+                                                  options.chunk_bytes, &timeline_);
+  update_lane_ = std::make_unique<UpdateLane>();
+  position_ = -1;
+  direction_ = Direction::kForward;
+}
+
+BlockPtr Engine::newest_block(const Unit& unit) const {
+  return offloaded(unit) ? unit.blocks.params_host : unit.blocks.params_device;
+}
+
+BlockPtr Engine::device_block(const Unit& unit) const {
+  return unit.slot >= 0 ? slots_[unit.slot].block : unit.blocks.params_device;
+}
+
+template <typename Predicate>
+void Engine::wait(Lock& lock, double EngineCounters::* cause, int unit, Predicate ready) {
+  if (ready() || error_) return;
+  const double start = Timeline::now();
+  changed_.wait(lock, [&] { return ready() || error_ || stopping_; });
+  const double end = Timeline::now();
+  counters_.*cause += end - start;
+  timeline_.add({Lane::kCompute, unit, "wait", start, end, 0});
+}
+
+BlockPtr Engine::acquire(int index, Direction direction) {
+  Lock lock(mutex_);
+  Unit& unit = units_.at(index);
+  if (unit.users > 0) {
+    ++unit.users;
+    return device_block(unit) ? device_block(unit) : newest_block(unit);
+  }
+  rethrow(lock);
+  position_ = index;
+  direction_ = direction;
+  wait(lock, &EngineCounters::wait_update_seconds, index,
+       [&] { return unit.state.parameters_final(); });
+  rethrow(lock);
+  if (unit.state.residency == Residency::kHost && offloaded(unit)) {
+    // Slots on their way to other units (the module order changed) become free to take in time.
+    const auto slot_in = [&](Residency residency) {
+      return std::any_of(slots_.begin(), slots_.end(), [&](const Slot& slot) {
+        return slot.unit >= 0 && units_[slot.unit].state.residency == residency;
+      });
+    };
+    while (!take_slot(index) && slot_in(Residency::kUploading)) {
+      wait(lock, &EngineCounters::wait_upload_seconds, index,
+           [&] { return slot_in(Residency::kResident); });
+      rethrow(lock);
+    }
+    if (unit.slot < 0) {
+      // All slots are computing (units nested in each other). The device can read the host block.
+      ++counters_.slot_misses;
+      ++unit.users;
+      return newest_block(unit);
+    }
+    start_upload(index, 0);
+  }
+  prefetch();
+  wait(lock, &EngineCounters::wait_upload_seconds, index,
+       [&] { return unit.state.residency == Residency::kResident; });
+  rethrow(lock);
+  advance(unit.state, UnitEvent::kAcquired);
+  unit.users = 1;
+  return device_block(unit);
+}
+
+BlockPtr Engine::release(int index, bool edited) {
+  Lock lock(mutex_);
+  Unit& unit = units_.at(index);
+  if (unit.users == 0) return newest_block(unit);
+  if (--unit.users > 0) return device_block(unit) ? device_block(unit) : newest_block(unit);
+  if (unit.state.residency != Residency::kComputing) return newest_block(unit);  // a slot miss
+  advance(unit.state, UnitEvent::kReleased);
+  const Event last_use = device_.record(kComputeStream);
+  unit.last_use = last_use;
+  if (unit.slot >= 0) slots_[unit.slot].last_use = last_use;
+  if (!edited || !offloaded(unit)) return newest_block(unit);
+  // Rare: the module wrote to its own parameters. The slot's bytes go home at once.
+  bool home = false;
+  std::exception_ptr error;
+  CopyJob job;
+  job.segments = {{unit.blocks.params_host->data(), slots_[unit.slot].block->data(),
+                   unit.blocks.param_bytes}};
+  job.unit = index;
+  job.after = last_use;
+  job.done = [&](std::exception_ptr failure) {
+    Lock inner(mutex_);
+    home = true;
+    error = failure;
+    changed_.notify_all();
+  };
+  lock.unlock();
+  download_lane_->submit(std::move(job));
+  lock.lock();
+  changed_.wait(lock, [&] { return home; });
+  if (error) std::rethrow_exception(error);
+  return newest_block(unit);
+}
+
+BlockPtr Engine::settle(int index) {
+  Lock lock(mutex_);
+  Unit& unit = units_.at(index);
+  wait(lock, &EngineCounters::wait_update_seconds, index, [&] {
+    return unit.state.parameters_final() && unit.state.residency != Residency::kUploading &&
+           (offloaded(unit) || unit.state.residency != Residency::kHost);
+  });
+  rethrow(lock);
+  if (offloaded(unit) && unit.state.residency == Residency::kResident) drop(unit);
+  return unit.users > 0 && device_block(unit) ? device_block(unit) : newest_block(unit);
+}
+
+// With mutex_ held. Finds a slot for the unit: a free one, or the one whose bytes are needed last.
+bool Engine::take_slot(int index) {
+  const int num_units = static_cast<int>(units_.size());
+  const auto distance = [&](int unit) {
+    return next_use_distance(direction_, position_, unit, num_units);
+  };
+  int best = -1;
+  for (int i = 0; i < static_cast<int>(slots_.size()); ++i) {
+    const int holder = slots_[i].unit;
+    if (holder < 0) {
+      best = i;
+      break;
+    }
+    if (units_[holder].state.residency != Residency::kResident) continue;
+    if (index != position_ && distance(holder) <= distance(index)) continue;
+    if (best < 0 || distance(holder) > distance(slots_[best].unit)) best = i;
+  }
+  if (best < 0) return false;
+  if (slots_[best].unit >= 0) drop(units_[slots_[best].unit]);
+  slots_[best].unit = index;
+  units_[index].slot = best;
+  return true;
+}
+
+// With mutex_ held. The unit's device bytes are not to be used any more.
+void Engine::drop(Unit& unit) {
+  advance(unit.state, UnitEvent::kDropped);
+  if (unit.slot < 0) return;
+  slots_[unit.slot].unit = -1;
+  unit.slot = -1;
+}
+
+// With mutex_ held.
+void Engine::start_upload(int index, std::uint64_t priority) {
+  Unit& unit = units_[index];
+  advance(unit.state, UnitEvent::kUploadStarted);
+  CopyJob job;
+  job.segments = {
+      {device_block(unit)->data(), unit.blocks.params_host->data(), unit.blocks.param_bytes}};
+  job.priority = priority;
+  job.unit = index;
+  job.after = unit.slot >= 0 ? slots_[unit.slot].last_use : unit.last_use;
+  job.done = [this, index](std::exception_ptr error) {
+    Lock lock(mutex_);
+    if (error) fail(error);
+    advance(units_[index].state, UnitEvent::kUploadDone);
+    counters_.h2d_bytes += units_[index].blocks.param_bytes;
+    changed_.notify_all();
+  };
+  upload_lane_->submit(std::move(job));
+}
+
+// With mutex_ held. Uploads what the traversal needs next, as far as slots are free or hold bytes
+// that are needed later.
+void Engine::prefetch() {
+  const int num_units = static_cast<int>(units_.size());
+  int position = position_;
+  Direction direction = direction_;
+  const int reach = static_cast<int>(slots_.size());
+  int seen = 0;
+  for (int i = 0; i < 2 * num_units && seen < reach; ++i) {
+    std::tie(direction, position) = next_position(direction, position, num_units);
+    Unit& unit = units_[position];
+    if (!offloaded(unit)) continue;
+    ++seen;
+    if (unit.state.residency != Residency::kHost) continue;
+    if (!unit.state.parameters_final()) continue;  // its own update asks again when done
+    if (!take_slot(position)) return;
+    start_upload(position, static_cast<std::uint64_t>(seen));
+  }
+}
+
+void Engine::send_gradients(int index, std::vector<CopySegment> segments) {
+  Lock lock(mutex_);
+  Unit& unit = units_.at(index);
+  AH_ASSERT(unit.blocks.gradients_host != nullptr);
+  advance(unit.state, UnitEvent::kGradientsReady);
+  std::size_t bytes = 0;
+  for (const CopySegment& segment : segments) bytes += segment.bytes;
+  CopyJob job;
+  job.segments = std::move(segments);
+  job.priority = static_cast<std::uint64_t>(index);
+  job.unit = index;
+  job.after = device_.record(kComputeStream);
+  job.done = [this, index, bytes](std::exception_ptr error) {
+    Lock inner(mutex_);
+    if (error) fail(error);
+    counters_.d2h_bytes += bytes;
+    advance(units_[index].state, UnitEvent::kGradientsLanded);
+    if (units_[index].state.progress == Progress::kUpdating) start_update(index);
+    changed_.notify_all();
+  };
+  download_lane_->submit(std::move(job));
+}
+
+bool Engine::gradients_landed(int index) {
+  Lock lock(mutex_);
+  return units_.at(index).state.progress != Progress::kLeaving &&
+         units_[index].state.progress != Progress::kCommitted;
+}
+
+void Engine::wait_gradients(int index) {
+  Lock lock(mutex_);
+  Unit& unit = units_.at(index);
+  wait(lock, &EngineCounters::wait_gradients_seconds, index, [&] {
+    return unit.state.progress != Progress::kLeaving && unit.state.progress != Progress::kCommitted;
+  });
+  rethrow(lock);
+}
+
+int Engine::gradients_in_flight() {
+  Lock lock(mutex_);
+  return static_cast<int>(std::count_if(units_.begin(), units_.end(), [](const Unit& unit) {
+    return unit.state.progress == Progress::kLeaving;
+  }));
+}
+
+void Engine::commit(int index, std::function<void()> update) {
+  Lock lock(mutex_);
+  rethrow(lock);
+  Unit& unit = units_.at(index);
+  require(unit.users == 0, "autohete: step() inside the forward of unit ", unit.blocks.name,
+          "; call it after the forward and backward have returned");
+  wait(lock, &EngineCounters::wait_update_seconds, index, [&] {
+    return unit.state.parameters_final() && unit.state.residency != Residency::kUploading;
+  });
+  rethrow(lock);
+  if (unit.state.residency == Residency::kResident) drop(unit);
+  unit.update = std::move(update);
+  advance(unit.state, UnitEvent::kCommit);
+  if (unit.state.progress == Progress::kUpdating) start_update(index);
+}
+
+void Engine::begin_iteration() {
+  Lock lock(mutex_);
+  direction_ = Direction::kForward;
+  position_ = -1;
+  prefetch();
+}
+
+// With mutex_ held.
+void Engine::start_update(int index) {
+  update_lane_->push(static_cast<std::uint64_t>(index), [this, index] { run_update(index); });
+}
+
+// On the CPU lane's thread.
+void Engine::run_update(int index) {
+  std::function<void()> update;
+  {
+    Lock lock(mutex_);
+    update = std::move(units_[index].update);
+  }
+  const double start = Timeline::now();
+  std::exception_ptr error;
+  try {
+    if (update) update();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  update = nullptr;
+  timeline_.add({Lane::kCpu, index, "update", start, Timeline::now(), 0});
+  Lock lock(mutex_);
+  if (error) fail(error);
+  Unit& unit = units_[index];
+  advance(unit.state, UnitEvent::kUpdateDone);
+  ++counters_.updates;
+  if (!stopping_) {
+    if (offloaded(unit)) {
+      prefetch();
+    } else {
+      start_upload(index, static_cast<std::uint64_t>(index));
+    }
+  }
+  changed_.notify_all();
+}
+
+// With mutex_ held.
+void Engine::fail(std::exception_ptr error) {
+  if (!error_) error_ = error;
+}
+
+void Engine::rethrow(Lock& lock) {
+  AH_ASSERT(lock.owns_lock());
+  if (error_) std::rethrow_exception(error_);
+}
+
+void Engine::check() {
+  Lock lock(mutex_);
+  rethrow(lock);
+}
+
+void Engine::synchronize() {
+  Lock lock(mutex_);
+  changed_.wait(lock, [&] {
+    return error_ || std::all_of(units_.begin(), units_.end(), [](const Unit& unit) {
+             return unit.state.parameters_final() && unit.state.progress != Progress::kLeaving &&
+                    unit.state.residency != Residency::kUploading;
+           });
+  });
+  rethrow(lock);
+}
+
+void Engine::abandon() {
+  Lock lock(mutex_);
+  for (Unit& unit : units_) {
+    if (std::exchange(unit.users, 0) == 0) continue;
+    if (unit.state.residency != Residency::kComputing) continue;
+    advance(unit.state, UnitEvent::kReleased);
+    unit.last_use = device_.record(kComputeStream);
+    if (unit.slot >= 0) slots_[unit.slot].last_use = unit.last_use;
+  }
+}
+
+UnitState Engine::state(int index) {
+  Lock lock(mutex_);
+  return units_.at(index).state;
+}
+
+EngineCounters Engine::counters() {
+  Lock lock(mutex_);
+  return counters_;
+}
+
+}  // namespace autohete

@@ -1,0 +1,160 @@
+// The execution engine: moves units' parameters and gradients, runs their updates, and lets the
+// next forward of unit k wait for unit k alone.
+//
+// It knows blocks and units, not tensors: bindings point the user's tensors at the blocks that
+// acquire(), release() and settle() return.
+//
+// Threads: the public methods are called from one thread, the one that runs the hooks (the "hook
+// thread"); they may block, so callers drop the GIL. Lanes call back on threads of their own.
+// mutex_ guards all members that say so.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "csrc/device/device.h"
+#include "csrc/device/store.h"
+#include "csrc/kernels/adamw.h"
+#include "csrc/plan/order.h"
+#include "csrc/plan/plan.h"
+#include "csrc/runtime/timeline.h"
+#include "csrc/runtime/transfer.h"
+#include "csrc/runtime/unit_state.h"
+#include "csrc/runtime/update_lane.h"
+#include "csrc/runtime/workers.h"
+
+namespace autohete {
+
+// The blocks of one unit. Which exist follows from its UnitPlan:
+//   parameters on the host:       params_host
+//   parameters on the device:     params_device; and params_host when the optimizer state is on
+//                                 the host (the update writes there, one copy refreshes the device)
+//   optimizer state on the host:  gradients_host
+// Masters and moments are the bindings' own blocks: the engine only sees them in AdamSpans.
+struct UnitBlocks {
+  std::string name;
+  UnitPlan plan;
+  std::size_t param_bytes = 0;
+  BlockPtr params_host, params_device, gradients_host;
+};
+
+struct EngineOptions {
+  int window = 2;  // device slots for parameters that live on the host
+  std::size_t chunk_bytes = std::size_t{4} << 20;
+};
+
+struct EngineCounters {
+  std::uint64_t h2d_bytes = 0, d2h_bytes = 0;
+  std::uint64_t updates = 0;
+  std::uint64_t slot_misses = 0;  // acquire found no free slot: the device read host memory
+  double wait_update_seconds = 0, wait_upload_seconds = 0, wait_gradients_seconds = 0;
+};
+
+class Engine {
+ public:
+  // All three outlive the engine.
+  Engine(Device& device, Store& store, Workers& workers);
+  ~Engine();  // drops what has not started, finishes what has, joins; under 5 s
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // Replaces all units and slots. Call with nothing in flight (after synchronize()).
+  // Throws OutOfMemory when the slots do not fit the device.
+  void configure(std::vector<UnitBlocks> units, EngineOptions options);
+
+  // Makes the unit's parameters usable by the device and returns the block to point at. Waits for
+  // this unit's update and upload alone, then starts the uploads that come next in `direction`.
+  // Every acquire needs one release.
+  BlockPtr acquire(int unit, Direction direction);
+  // Returns the block that holds the newest bytes from now on. `edited`: the device wrote to the
+  // parameters in between, so they are copied back to the host first.
+  BlockPtr release(int unit, bool edited);
+
+  // Waits until nothing writes the unit's parameters, forgets device copies that could become
+  // old when the caller edits them, and returns the block that holds the newest bytes.
+  BlockPtr settle(int unit);
+
+  // Starts copying gradients to the host. Each dst must lie in the unit's gradients_host; sources
+  // stay valid until the copy is over.
+  void send_gradients(int unit, std::vector<CopySegment> segments);
+  bool gradients_landed(int unit);
+  void wait_gradients(int unit);
+  // Units whose gradients are still leaving.
+  int gradients_in_flight();
+
+  // Queues the update of one unit and returns. It starts when its gradients have landed; the
+  // parameters are final again when it is done and, where they live on the device, uploaded.
+  // `update` does the arithmetic (on the CPU lane's thread).
+  void commit(int unit, std::function<void()> update);
+  // step() is over: the next traversal is a forward from unit 0; starts its first uploads.
+  void begin_iteration();
+
+  // Waits for everything. Rethrows the first failure of any lane.
+  void synchronize();
+  // Rethrows the first failure of any lane, if there was one; the engine does not recover from it.
+  void check();
+  // Ends every acquire that has no release yet: a forward or backward was left by an exception.
+  void abandon();
+
+  UnitState state(int unit);
+  EngineCounters counters();
+  Timeline& timeline() { return timeline_; }
+
+ private:
+  struct Slot {
+    BlockPtr block;
+    int unit = -1;   // whose bytes it holds or is about to hold
+    Event last_use;  // the device is done with it after this
+  };
+  struct Unit {
+    UnitBlocks blocks;
+    UnitState state;
+    int users = 0;       // acquires without release
+    int slot = -1;       // index into slots_, or -1
+    Event last_use;      // of a device block that is not a slot
+    std::function<void()> update;
+  };
+  using Lock = std::unique_lock<std::mutex>;
+
+  bool offloaded(const Unit& unit) const { return unit.blocks.plan.parameters == Tier::kHost; }
+  BlockPtr newest_block(const Unit& unit) const;
+  BlockPtr device_block(const Unit& unit) const;
+  template <typename Predicate>
+  void wait(Lock& lock, double EngineCounters::* cause, int unit, Predicate ready);
+  bool take_slot(int unit);
+  void drop(Unit& unit);
+  void start_upload(int unit, std::uint64_t priority);
+  void prefetch();
+  void start_update(int unit);
+  void run_update(int unit);
+  void fail(std::exception_ptr error);
+  void rethrow(Lock& lock);
+
+  Device& device_;
+  Store& store_;
+  Workers& workers_;
+  Timeline timeline_;
+
+  std::mutex mutex_;  // guards everything below except the lanes, which lock themselves
+  std::condition_variable changed_;
+  std::vector<Unit> units_;
+  std::vector<Slot> slots_;
+  EngineCounters counters_;
+  std::exception_ptr error_;
+  Direction direction_ = Direction::kForward;
+  int position_ = -1;  // the unit acquired last in this direction
+  bool stopping_ = false;
+
+  // Lanes last: they stop first, so no callback meets a dead member.
+  std::unique_ptr<TransferLane> upload_lane_, download_lane_;
+  std::unique_ptr<UpdateLane> update_lane_;
+};
+
+}  // namespace autohete
