@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
+#include <memory>
+#include <utility>
 
 namespace autohete {
 
@@ -39,6 +41,26 @@ class Budget {
   std::atomic<std::size_t> limit_;
   std::atomic<std::size_t> used_{0};
   std::atomic<std::size_t> peak_{0};
+};
+
+// Bytes taken from a budget, given back by the destructor. Tests true when the budget had them.
+class BudgetCharge {
+ public:
+  BudgetCharge() = default;
+  BudgetCharge(std::shared_ptr<Budget> budget, std::size_t bytes) {
+    if (budget->charge(bytes)) budget_ = std::move(budget), bytes_ = bytes;
+  }
+  ~BudgetCharge() {
+    if (budget_) budget_->refund(bytes_);
+  }
+  BudgetCharge(BudgetCharge&& other) noexcept
+      : budget_(std::move(other.budget_)), bytes_(other.bytes_) {}
+  BudgetCharge& operator=(BudgetCharge&&) = delete;
+  explicit operator bool() const { return budget_ != nullptr; }
+
+ private:
+  std::shared_ptr<Budget> budget_;
+  std::size_t bytes_ = 0;
 };
 
 }  // namespace autohete

@@ -12,6 +12,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 
 namespace autohete {
 
@@ -26,22 +27,34 @@ inline constexpr StreamId kComputeStream = 0;
 // A point in a stream. Copyable; the last copy frees it. A default-made event is always complete.
 class Event {
  public:
-  struct State;
+  // Each device derives its own state from this.
+  struct State {
+    virtual ~State() = default;
+    std::uint64_t stream = 0;    // which stream it was recorded on, unique within the device
+    std::uint64_t sequence = 0;  // grows with every record of the device
+  };
   Event() = default;
   explicit Event(std::shared_ptr<State> state) : state_(std::move(state)) {}
   const std::shared_ptr<State>& state() const { return state_; }
+
+  // True when `later` cannot complete before this one: both were recorded on one stream, this one
+  // first (or they are the same).
+  bool completes_by(const Event& later) const {
+    if (!state_ || !later.state_) return !state_;
+    return state_->stream == later.state_->stream && state_->sequence <= later.state_->sequence;
+  }
 
  private:
   std::shared_ptr<State> state_;
 };
 
 struct DeviceCapabilities {
-  std::string name;                    // "host" or the GPU's name
+  std::string name;  // "host" or the GPU's name
   bool is_cuda = false;
   // Device code can dereference a pinned host pointer (unified addressing). Where false,
   // parameters are not offloaded and gradients are not shown on the host.
   bool host_memory_readable_by_device = true;
-  std::size_t total_bytes = 0;         // the budget on the host device
+  std::size_t total_bytes = 0;  // the budget on the host device
 };
 
 class Device {
@@ -78,6 +91,11 @@ class Device {
   // Runs `callback` once when everything queued on `stream` so far is done, on a thread of the
   // device. The callback must not call the device, take the GIL, block or throw.
   virtual void host_callback(StreamId stream, std::function<void()> callback) = 0;
+
+  // Runs `callback` once when `event` is done or has failed (query tells which), on a thread of the
+  // device, or at once on the caller when it is done already. Under host_callback's rules. No
+  // stream waits for it.
+  virtual void when_complete(const Event& event, std::function<void()> callback) = 0;
 };
 
 }  // namespace autohete

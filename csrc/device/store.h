@@ -6,8 +6,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <string>
+#include <utility>
 
 namespace autohete {
 
@@ -62,7 +64,8 @@ class Store {
   virtual BlockPtr allocate_device(std::size_t bytes, const std::string& what) = 0;
   // Host memory, pinned where the device needs it (and pinning is not refused). Zero-filled.
   virtual BlockPtr allocate_host(std::size_t bytes, const std::string& what) = 0;
-  // False after pinning was refused once: host blocks are pageable from then on.
+  // False when nothing is pinned, by choice or after pinning was refused once: later host blocks
+  // are pageable.
   virtual bool pins_host_memory() const = 0;
 };
 

@@ -4,8 +4,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "csrc/device/device.h"
@@ -24,23 +26,40 @@ struct CopyJob {
   std::vector<CopySegment> segments;
   std::uint64_t priority = 0;  // smaller first; equal priorities in order of submission
   int unit = -1;               // for the timeline
+  std::string what;            // for the timeline; empty: "upload" or "download"
   Event after;                 // the first chunk starts after this event
   // Called once, on the lane's own thread, with null or what failed. The job's memory may be
-  // reused from then on. Must not throw.
+  // reused from then on. Must not throw. It may submit to any lane; it must not destroy this one.
   std::function<void(std::exception_ptr)> done;
 };
 
-// Owns one thread and one device stream. Any thread may submit. The destructor finishes the chunks
-// in flight, calls done() of everything left with an error, and joins.
+// Owns one thread and one device stream. Any thread may submit.
+//
+// A job whose `after` is not complete stands aside: jobs that are ready pass it whatever their
+// priority. Segments that follow each other in both memories are copied as one, and many small ones
+// share a chunk. A failed chunk ends its own job only. In a forked child submit() copies on the
+// caller and calls done() before it returns.
 class TransferLane {
  public:
+  // `device` and `timeline` must outlive the lane. Throws std::invalid_argument when chunk_bytes
+  // is 0.
   TransferLane(Device& device, CopyDirection direction, std::size_t chunk_bytes,
                Timeline* timeline = nullptr);
+  // Finishes the chunks in flight, calls done() of everything left with an error, and joins. Takes
+  // at most kCloseSeconds: a chunk that still has not ended is given up with an error that says so.
   ~TransferLane();
   TransferLane(const TransferLane&) = delete;
   TransferLane& operator=(const TransferLane&) = delete;
 
+  static constexpr double kCloseSeconds = 4;
+  static constexpr std::size_t kMaxChunksInFlight = 2;
+  // A chunk is cut at this many copies too, however small they are.
+  static constexpr std::size_t kMaxCopiesPerChunk = 64;
+
+  // Throws std::invalid_argument when a segment with bytes has a null pointer. A job submitted by a
+  // done() while the lane closes ends at once, with an error.
   void submit(CopyJob job);
+  // Bytes of the chunks that have ended well.
   std::uint64_t bytes_moved() const;
 
  private:
