@@ -239,6 +239,22 @@ std::vector<CopySegment> TorchUnit::collect_gradients() {
   return segments;
 }
 
+bool TorchUnit::has_unsent_gradients() const {
+  for (const TorchParameter& parameter : parameters_) {
+    const at::Tensor& gradient = parameter.value.tensor().grad();
+    if (parameter.group < 0 || !gradient.defined()) continue;
+    if (parameter.leaving.is_same(gradient)) {
+      if (gradient._version() != parameter.leaving_version) return true;
+      continue;
+    }
+    const auto landed = parameter.landed.lock();
+    if (!landed || !gradient.has_storage() ||
+        gradient.storage().unsafeGetStorageImpl() != landed.get())
+      return true;
+  }
+  return false;
+}
+
 bool TorchUnit::land_gradients() {
   bool again = false;
   leaving_ = false;

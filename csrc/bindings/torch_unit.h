@@ -83,6 +83,8 @@ class TorchUnit {
   // What has to go to the host now: gradients that are new, or changed while leaving. Marks them
   // as leaving.
   std::vector<CopySegment> collect_gradients();
+  // Some parameter has a gradient that is neither on the host nor on its way, or changed on its way.
+  bool has_unsent_gradients() const;
   // The copies are over: gradients point at the host block from here on, and their device memory
   // is free. Returns true when some changed meanwhile and must be sent again.
   bool land_gradients();

@@ -233,6 +233,9 @@ void Engine::send_gradients(int index, std::vector<CopySegment> segments) {
   Lock lock(mutex_);
   Unit& unit = units_.at(index);
   AH_ASSERT(unit.blocks.gradients_host != nullptr);
+  wait(lock, &EngineCounters::wait_update_seconds, index,
+       [&] { return unit.state.parameters_final(); });
+  rethrow(lock);
   advance(unit.state, UnitEvent::kGradientsReady);
   std::size_t bytes = 0;
   for (const CopySegment& segment : segments) bytes += segment.bytes;
@@ -267,11 +270,14 @@ void Engine::wait_gradients(int index) {
   rethrow(lock);
 }
 
-int Engine::gradients_in_flight() {
+void Engine::wait_gradients_below(int count) {
   Lock lock(mutex_);
-  return static_cast<int>(std::count_if(units_.begin(), units_.end(), [](const Unit& unit) {
-    return unit.state.progress == Progress::kLeaving;
-  }));
+  wait(lock, &EngineCounters::wait_gradients_seconds, -1, [&] {
+    return std::count_if(units_.begin(), units_.end(), [](const Unit& unit) {
+             return unit.state.progress == Progress::kLeaving;
+           }) < count;
+  });
+  rethrow(lock);
 }
 
 void Engine::commit(int index, std::function<void()> update) {

@@ -81,13 +81,14 @@ class Engine {
   // old when the caller edits them, and returns the block that holds the newest bytes.
   BlockPtr settle(int unit);
 
-  // Starts copying gradients to the host. Each dst must lie in the unit's gradients_host; sources
+  // Starts copying gradients to the host; waits for an update of the unit that still reads the last
+  // ones. Each dst must lie in the unit's gradients_host; sources
   // stay valid until the copy is over.
   void send_gradients(int unit, std::vector<CopySegment> segments);
   bool gradients_landed(int unit);
   void wait_gradients(int unit);
-  // Units whose gradients are still leaving.
-  int gradients_in_flight();
+  // Waits until fewer than `count` units' gradients are leaving.
+  void wait_gradients_below(int count);
 
   // Queues the update of one unit and returns. It starts when its gradients have landed; the
   // parameters are final again when it is done and, where they live on the device, uploaded.
