@@ -98,18 +98,6 @@ void bind_device(py::module_& module) {
       .def("set_poison", [](HostMachine& self, bool on) { self.store->set_poison(on); });
 }
 
-void bind_hyper(py::module_& module) {
-  py::class_<AdamHyper>(module, "AdamHyper")
-      .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay,
-                       bool decoupled_decay, bool maximize, bool amsgrad, double grad_scale) {
-             return AdamHyper{lr,       beta1,    beta2,   eps, weight_decay, decoupled_decay,
-                              maximize, amsgrad, grad_scale};
-           }),
-           py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
-           py::arg("weight_decay"), py::arg("decoupled_decay"), py::arg("maximize"),
-           py::arg("amsgrad"), py::arg("grad_scale"));
-}
-
 py::dict counters(TorchEngine& self) {
   const EngineCounters c = self.engine().counters();
   py::dict out;
@@ -196,7 +184,6 @@ void bind_runtime(py::module_& module) {
     }
   });
   bind_device(module);
-  bind_hyper(module);
   bind_engine(module);
 }
 

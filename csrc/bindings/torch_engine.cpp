@@ -244,12 +244,12 @@ void TorchEngine::commit(const std::vector<AdamHyper>& hypers) {
     while (users_[i] > 0) release(i);
     const bool host = unit.plan().optimizer_state == Tier::kHost;
     const bool replaced = unit.adopt_replaced();
-    if (replaced || touched_[i] || !host) {
-      if (host) settle(i);
+    if (!host) continue;
+    if (replaced || touched_[i]) {
+      settle(i);
       unit.take_edits(copier());
       touched_[i] = false;
     }
-    if (!host) continue;
     if (unit.has_unsent_gradients()) send(i);
     std::vector<AdamSpan> spans = unit.make_spans(hypers);
     if (spans.empty()) continue;

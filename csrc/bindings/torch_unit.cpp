@@ -202,14 +202,6 @@ bool TorchUnit::adopt_replaced() {
 
 void TorchUnit::take_edits(const CopyAndWait& copy) {
   if (params_device_ && params_host_) copy(params_host_, params_device_);
-  for (TorchParameter& parameter : parameters_) {
-    if (!parameter.master.defined()) continue;
-    const at::Tensor value = parameter.value.tensor().detach();
-    const at::Tensor master = parameter.master.tensor();
-    const at::Tensor edited = master.to(value.scalar_type()).ne(value.to(master.device()));
-    if (!edited.any().item<bool>()) continue;
-    master.copy_(value.to(master.device(), at::kFloat).where(edited, master));
-  }
 }
 
 std::vector<CopySegment> TorchUnit::collect_gradients() {
@@ -329,7 +321,7 @@ std::vector<AdamSpan> TorchUnit::make_spans(const std::vector<AdamHyper>& hypers
                                         : reinterpret_cast<float*>(home);
     span.param_in = span.param_out = master;
     if (parameter.is_half()) {
-      span.half_out = home;
+      span.half_in = span.half_out = home;
       span.half_dtype = to_dtype(value.scalar_type());
     }
     span.exp_avg_in = span.exp_avg_out = parameter.exp_avg.tensor().data_ptr<float>();

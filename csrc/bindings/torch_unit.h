@@ -77,7 +77,8 @@ class TorchUnit {
   // Makes parameters the user gave another storage ours again (their bytes move into the newest
   // block). Returns true when there were any.
   bool adopt_replaced();
-  // The user may have edited parameters: brings the host's fp32 side up to date with them.
+  // The user may have edited parameters: brings the host's copy of device parameters up to date.
+  // (Masters of half parameters follow in the update itself, see AdamSpan::half_in.)
   void take_edits(const CopyAndWait& copy);
 
   // What has to go to the host now: gradients that are new, or changed while leaving. Marks them

@@ -1,0 +1,5 @@
+"""The other systems' placements, planned in our terms."""
+
+from __future__ import annotations
+
+STRATEGIES = ("autohete",)
