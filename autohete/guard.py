@@ -23,8 +23,9 @@ _METADATA = {
     getattr(torch.Tensor, name).__get__
     for name in (
         "dtype device layout shape ndim grad requires_grad is_leaf grad_fn is_cuda is_cpu is_meta "
-        "is_sparse is_quantized is_nested output_nr names itemsize nbytes"
+        "is_sparse is_quantized is_nested output_nr itemsize nbytes"
     ).split()
+    if hasattr(torch.Tensor, name)
 }
 _METADATA |= {torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__}  # type: ignore[attr-defined]
 _METADATA |= {torch.Tensor.requires_grad.__set__}  # type: ignore[attr-defined]

@@ -137,7 +137,8 @@ void bind_engine(py::module_& module) {
   py::class_<TorchEngine>(module, "Engine")
       .def(py::init<DeviceHandle, int>(), py::arg("device"), py::arg("num_workers") = 0)
       .def("add_unit", &TorchEngine::add_unit, py::arg("name"), py::arg("parameters"),
-           py::arg("masters"), py::arg("updated"), py::arg("amsgrad"), py::arg("plan"))
+           py::arg("masters"), py::arg("updated"), py::arg("with_state"), py::arg("amsgrad"),
+           py::arg("plan"))
       .def("configure", &TorchEngine::configure, py::arg("plans"), py::arg("window"),
            py::arg("chunk_bytes"))
       .def("leave", &TorchEngine::leave)
@@ -151,6 +152,7 @@ void bind_engine(py::module_& module) {
       .def("synchronize", &TorchEngine::synchronize)
       .def("missing_state", &TorchEngine::missing_state)
       .def("make_state", &TorchEngine::make_state)
+      .def("forget_state", [](TorchEngine& s, int unit, int i) { s.unit(unit).forget_state(i); })
       .def("state", &state)
       .def("adopt_state",
            [](TorchEngine& self, int unit, int index, at::Tensor step, at::Tensor exp_avg,

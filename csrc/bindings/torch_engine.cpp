@@ -25,11 +25,11 @@ TorchEngine::~TorchEngine() = default;
 
 int TorchEngine::add_unit(const std::string& name, const std::vector<at::Tensor>& parameters,
                           const std::vector<std::optional<at::Tensor>>& masters,
-                          const std::vector<bool>& updated, bool amsgrad, const UnitPlan& plan) {
+                          const std::vector<bool>& updated, bool with_state, bool amsgrad, const UnitPlan& plan) {
   std::vector<at::Tensor> known;
   for (const std::optional<at::Tensor>& master : masters)
     known.push_back(master.value_or(at::Tensor()));
-  units_.push_back(std::make_unique<TorchUnit>(name, parameters, known, updated, amsgrad, plan,
+  units_.push_back(std::make_unique<TorchUnit>(name, parameters, known, updated, with_state, amsgrad, plan,
                                                *handle_.store, handle_.torch_device));
   versions_.push_back(0);
   users_.push_back(0);
@@ -199,6 +199,7 @@ void TorchEngine::settle_gradients(int index) {
 }
 
 void TorchEngine::settle(int index) {
+  if (engine_.num_units() == 0) return;  // between add_unit() and configure(): all is at home
   use_current_stream();
   settle_gradients(index);
   BlockPtr block;

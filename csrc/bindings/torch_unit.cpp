@@ -42,7 +42,7 @@ at::Tensor exclusive_gradient(const at::Tensor& parameter, const at::Tensor& gra
 
 TorchUnit::TorchUnit(std::string name, const std::vector<at::Tensor>& parameters,
                      const std::vector<at::Tensor>& masters, const std::vector<bool>& updated,
-                     bool amsgrad, const UnitPlan& plan, Store& store, c10::Device device)
+                     bool with_state, bool amsgrad, const UnitPlan& plan, Store& store, c10::Device device)
     : name_(std::move(name)), device_(device), amsgrad_(amsgrad) {
   AH_ASSERT(parameters.size() == masters.size() && parameters.size() == updated.size());
   for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -56,6 +56,8 @@ TorchUnit::TorchUnit(std::string name, const std::vector<at::Tensor>& parameters
       parameter.gradient_offset = gradient_bytes_;
       gradient_bytes_ += bytes;
       parameter.state_offset = state_bytes_;
+    }
+    if (updated[i] && with_state) {
       state_bytes_ += 4 * parameter.state_array_bytes();
       if (!parameter.is_half()) state_bytes_ -= parameter.state_array_bytes();
       if (!amsgrad) state_bytes_ -= parameter.state_array_bytes();
@@ -66,7 +68,7 @@ TorchUnit::TorchUnit(std::string name, const std::vector<at::Tensor>& parameters
   allocate(plan, store);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     TorchParameter& parameter = parameters_[i];
-    if (parameter.group >= 0 && parameter.is_half()) {
+    if (parameter.group >= 0 && with_state && parameter.is_half()) {
       parameter.master = state_array(i, kMaster);
       parameter.master.tensor().copy_(
           (masters[i].defined() ? masters[i] : parameter.value.tensor()).detach());

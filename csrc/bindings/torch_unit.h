@@ -48,9 +48,9 @@ class TorchUnit {
  public:
   // Gives every parameter a home under `plan`, one unit's bytes at a time. masters[i] is the fp32
   // value of half parameter i (undefined: its present value, widened). `updated[i]`: the optimizer
-  // has it, so gradient and state get room.
+  // has it, so its gradient gets room, and its state too with `with_state`.
   TorchUnit(std::string name, const std::vector<at::Tensor>& parameters,
-            const std::vector<at::Tensor>& masters, const std::vector<bool>& updated, bool amsgrad,
+            const std::vector<at::Tensor>& masters, const std::vector<bool>& updated, bool with_state, bool amsgrad,
             const UnitPlan& plan, Store& store, c10::Device device);
 
   const std::string& name() const { return name_; }
@@ -93,6 +93,8 @@ class TorchUnit {
 
   // Makes missing moments of parameter i (zeros) and its step counter (0).
   void make_state(std::size_t i);
+  // The state is gone (the user cleared it); make_state() starts anew.
+  void forget_state(std::size_t i) { parameters_.at(i).step = at::Tensor(); }
   // Takes the user's tensors as the state of parameter i: their bytes move into the state block
   // and they become the visible ones. fp32, shaped like the parameter.
   void adopt_state(std::size_t i, at::Tensor step, at::Tensor exp_avg, at::Tensor exp_avg_sq,

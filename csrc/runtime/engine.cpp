@@ -40,16 +40,21 @@ void Engine::configure(std::vector<UnitBlocks> units, EngineOptions options) {
   }
   for (int i = 0; i < std::min(options.window, offloaded_units); ++i)
     slots_.push_back(Slot{store_.allocate_device(slot_bytes, "a parameter slot"), -1, Event{}});
-  update_lane_.reset();
-  download_lane_.reset();
-  upload_lane_.reset();
-  upload_lane_ = std::make_unique<TransferLane>(device_, CopyDirection::kHostToDevice,
-                                                options.chunk_bytes, &timeline_);
-  download_lane_ = std::make_unique<TransferLane>(device_, CopyDirection::kDeviceToHost,
+  if (!upload_lane_ || options.chunk_bytes != chunk_bytes_) {
+    upload_lane_ = std::make_unique<TransferLane>(device_, CopyDirection::kHostToDevice,
                                                   options.chunk_bytes, &timeline_);
-  update_lane_ = std::make_unique<UpdateLane>();
+    download_lane_ = std::make_unique<TransferLane>(device_, CopyDirection::kDeviceToHost,
+                                                    options.chunk_bytes, &timeline_);
+    chunk_bytes_ = options.chunk_bytes;
+  }
+  if (!update_lane_) update_lane_ = std::make_unique<UpdateLane>();
   position_ = -1;
   direction_ = Direction::kForward;
+}
+
+int Engine::num_units() {
+  Lock lock(mutex_);
+  return static_cast<int>(units_.size());
 }
 
 BlockPtr Engine::newest_block(const Unit& unit) const {
@@ -78,8 +83,9 @@ BlockPtr Engine::acquire(int index, Direction direction) {
     return device_block(unit) ? device_block(unit) : newest_block(unit);
   }
   rethrow(lock);
-  position_ = index;
+  position_ = waiting_ = index;
   direction_ = direction;
+  const auto done = std::unique_ptr<int, void (*)(int*)>(&waiting_, [](int* unit) { *unit = -1; });
   wait(lock, &EngineCounters::wait_update_seconds, index,
        [&] { return unit.state.parameters_final(); });
   rethrow(lock);
@@ -170,7 +176,7 @@ bool Engine::take_slot(int index) {
       best = i;
       break;
     }
-    if (units_[holder].state.residency != Residency::kResident) continue;
+    if (units_[holder].state.residency != Residency::kResident || holder == waiting_) continue;
     if (index != position_ && distance(holder) <= distance(index)) continue;
     if (best < 0 || distance(holder) > distance(slots_[best].unit)) best = i;
   }

@@ -69,6 +69,9 @@ class Engine {
   // Throws OutOfMemory when the slots do not fit the device.
   void configure(std::vector<UnitBlocks> units, EngineOptions options);
 
+  // 0 until configured.
+  int num_units();
+
   // Makes the unit's parameters usable by the device and returns the block to point at. Waits for
   // this unit's update and upload alone, then starts the uploads that come next in `direction`.
   // Every acquire needs one release.
@@ -151,7 +154,9 @@ class Engine {
   std::exception_ptr error_;
   Direction direction_ = Direction::kForward;
   int position_ = -1;  // the unit acquired last in this direction
+  int waiting_ = -1;   // the unit that acquire() waits for: its slot is not given away
   bool stopping_ = false;
+  std::size_t chunk_bytes_ = 0;  // of the lanes; hook thread only
 
   // Lanes last: they stop first, so no callback meets a dead member.
   std::unique_ptr<TransferLane> upload_lane_, download_lane_;
