@@ -46,7 +46,7 @@ HostTier::HostTier(std::shared_ptr<Budget> budget, std::shared_ptr<Pinner> pinne
     : budget_(std::move(budget)), pinner_(std::move(pinner)), warn_(std::move(warn)) {}
 
 BlockPtr HostTier::allocate(std::size_t bytes, const std::string& what) {
-  const auto refuse = [&](const char* advice) {
+  const auto refuse = [&] [[noreturn]] (const char* advice) {
     throw_out_of_memory("host memory", what, bytes, budget_->free(), budget_->limit(), advice);
   };
   try {
@@ -62,7 +62,6 @@ BlockPtr HostTier::allocate(std::size_t bytes, const std::string& what) {
   } catch (const std::bad_alloc&) {
     refuse("the operating system has no more: free memory, or lower cpu_mem to what there is");
   }
-  AH_ASSERT(false);
 }
 
 void HostTier::remember_refusal(const std::string& reason, std::size_t bytes,
