@@ -29,6 +29,7 @@ HostDevice::~HostDevice() {
     return;
   }
   for (HostLink& link : lanes_->links) link.close();
+  lanes_->streams.clear();
 }
 
 HostLink& HostDevice::link(CopyDirection direction) {

@@ -55,8 +55,12 @@ BlockPtr HostTier::allocate(std::size_t bytes, const std::string& what) {
     auto memory = std::make_unique<MappedMemory>(bytes);
     auto block = std::make_shared<HostBlock>(std::move(charge), std::move(memory), bytes);
     if (pins()) {
-      const std::string reason = block->pin(pinner_);
-      if (!reason.empty()) remember_refusal(reason, bytes, what);
+      const std::string refusal = block->pin(pinner_);
+      if (refusal.empty()) {
+        pinned_bytes_ += bytes;
+      } else {
+        remember_refusal(refusal, bytes, what);
+      }
     }
     return block;
   } catch (const std::bad_alloc&) {
@@ -67,9 +71,9 @@ BlockPtr HostTier::allocate(std::size_t bytes, const std::string& what) {
 void HostTier::remember_refusal(const std::string& reason, std::size_t bytes,
                                 const std::string& what) {
   if (refused_.exchange(true) || !warn_) return;
-  warn_(concat("pinned host memory: ", bytes, " bytes for ", what, " were refused (", reason,
-               "); going on with pageable memory, which copies slower and cannot be read by the "
-               "device. Raise the limit on locked memory (ulimit -l) to get it back"));
+  warn_(concat("pinned host memory: ", bytes, " bytes for ", what, " were refused (", reason, "; ",
+               pinned_bytes_.load(), " bytes pinned so far); going on with pageable memory, which copies slower and "
+               "which the device cannot read. Raise the limit on locked memory (ulimit -l) to get it back"));
 }
 
 }  // namespace autohete
