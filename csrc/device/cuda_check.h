@@ -31,6 +31,11 @@ inline void check(cudaError_t error, const char* call) {
       "CUDA_LAUNCH_BLOCKING=1 to see which operation fails first");
 }
 
+// For ends of things, which have no one to tell: drops the error, so that torch does not meet it.
+inline void ignore(cudaError_t error) {
+  if (error != cudaSuccess) (void)cudaGetLastError();
+}
+
 // Makes `index` the thread's current device and puts the former one back.
 class DeviceGuard {
  public:
@@ -41,7 +46,7 @@ class DeviceGuard {
     changed_ = true;
   }
   ~DeviceGuard() {
-    if (changed_) (void)cudaSetDevice(former_);
+    if (changed_) ignore(cudaSetDevice(former_));
   }
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;

@@ -16,6 +16,7 @@ namespace {
 
 using cuda::check;
 using cuda::DeviceGuard;
+using cuda::ignore;
 
 // Events and streams, kept for reuse. A pending callback may be the last to hold the pool, and may
 // not call CUDA, so close() destroys and the destructor does not.
@@ -26,8 +27,8 @@ class Pool {
     if (getpid() != owner_process_) return;
     std::lock_guard lock(mutex_);
     closed_ = true;
-    for (cudaEvent_t event : events_) (void)cudaEventDestroy(event);
-    for (cudaStream_t stream : streams_) (void)cudaStreamDestroy(stream);
+    for (cudaEvent_t event : events_) ignore(cudaEventDestroy(event));
+    for (cudaStream_t stream : streams_) ignore(cudaStreamDestroy(stream));
     events_.clear();
   }
 
@@ -51,7 +52,7 @@ class Pool {
     if (getpid() != owner_process_) return;
     std::lock_guard lock(mutex_);
     if (closed_) {
-      (void)cudaEventDestroy(event);
+      ignore(cudaEventDestroy(event));
     } else {
       events_.push_back(event);
     }

@@ -22,9 +22,7 @@ class CudaPinner final : public Pinner {
     (void)cudaGetLastError();
     return cuda::describe("cudaHostRegister", error);
   }
-  void unpin(void* data) override {
-    if (cudaHostUnregister(data) != cudaSuccess) (void)cudaGetLastError();
-  }
+  void unpin(void* data) override { cuda::ignore(cudaHostUnregister(data)); }
 
  private:
   const int index_;

@@ -101,8 +101,8 @@ inline int main_of_tests(int argc, char** argv) {
   ((condition) ? void() : check::fail(__FILE__, __LINE__, "not true: " #condition))
 #define CHECK_EQ(got, want)                                                              \
   do {                                                                                   \
-    const auto& got_ = (got);                                                            \
-    const auto& want_ = (want);                                                          \
+    const auto got_ = (got);                                                          \
+    const auto want_ = (want);                                                          \
     if (!(got_ == want_))                                                                \
       check::fail(__FILE__, __LINE__, #got " is ", got_, ", expected " #want " = ", want_); \
   } while (false)

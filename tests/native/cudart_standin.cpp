@@ -342,7 +342,7 @@ void reset() {
   std::map<int, std::unique_ptr<CUstream_st>> default_streams;
   {
     std::lock_guard lock(w.mutex);
-    w.gates.clear();
+    for (auto& [kind, gate] : w.gates) gate.held = false;
     w.changed.notify_all();
     closing.swap(w.closing);
     default_streams.swap(w.default_streams);
@@ -360,6 +360,16 @@ void reset() {
   w.violations = 0;
   last_error = cudaSuccess;
   current_device = 0;
+}
+
+void clean_up() {
+  World& w = world();
+  std::lock_guard lock(w.mutex);
+  for (cudaStream_t stream : w.streams) delete stream;  // idle: nothing takes the lock meanwhile
+  for (cudaEvent_t event : w.events) delete event;
+  w.streams.clear();
+  w.events.clear();
+  w.registered.clear();
 }
 
 std::vector<std::string> function_names() {

@@ -15,8 +15,10 @@
 
 namespace cudart_standin {
 
-// All state back to the start: no failures, nothing held. Fails a test that left something behind.
+// Waits for work left over, then all state back to the start: no failures, nothing held.
 void reset();
+// Ends the handles and registrations that a test left behind on purpose.
+void clean_up();
 
 // The functions it stands in for, as named in CUDA.
 std::vector<std::string> function_names();
