@@ -71,9 +71,11 @@ BlockPtr HostTier::allocate(std::size_t bytes, const std::string& what) {
 void HostTier::remember_refusal(const std::string& reason, std::size_t bytes,
                                 const std::string& what) {
   if (refused_.exchange(true) || !warn_) return;
-  warn_(concat("pinned host memory: ", bytes, " bytes for ", what, " were refused (", reason, "; ",
-               pinned_bytes_.load(), " bytes pinned so far); going on with pageable memory, which copies slower and "
-               "which the device cannot read. Raise the limit on locked memory (ulimit -l) to get it back"));
+  warn_(concat(
+      "pinned host memory: ", bytes, " bytes for ", what, " were refused (", reason, "; ",
+      pinned_bytes_.load(),
+      " bytes pinned so far); going on with pageable memory, which copies slower and "
+      "which the device cannot read. Raise the limit on locked memory (ulimit -l) to get it back"));
 }
 
 }  // namespace autohete

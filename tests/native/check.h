@@ -92,18 +92,18 @@ inline int main_of_tests(int argc, char** argv) {
 
 #define CHECK_JOIN_2(a, b) a##b
 #define CHECK_JOIN(a, b) CHECK_JOIN_2(a, b)
-#define TEST_CASE(name)                                                                       \
-  static void CHECK_JOIN(case_, __LINE__)();                                                  \
-  static const check::Registration CHECK_JOIN(registration_, __LINE__)(name, CHECK_JOIN(case_, \
-                                                                                        __LINE__)); \
+#define TEST_CASE(name)                                                 \
+  static void CHECK_JOIN(case_, __LINE__)();                            \
+  static const check::Registration CHECK_JOIN(registration_, __LINE__)( \
+      name, CHECK_JOIN(case_, __LINE__));                               \
   static void CHECK_JOIN(case_, __LINE__)()
 #define CHECK(condition) \
   ((condition) ? void() : check::fail(__FILE__, __LINE__, "not true: " #condition))
-#define CHECK_EQ(got, want)                                                              \
-  do {                                                                                   \
-    const auto got_ = (got);                                                          \
-    const auto want_ = (want);                                                          \
-    if (!(got_ == want_))                                                                \
+#define CHECK_EQ(got, want)                                                                 \
+  do {                                                                                      \
+    const auto got_ = (got);                                                                \
+    const auto want_ = (want);                                                              \
+    if (!(got_ == want_))                                                                   \
       check::fail(__FILE__, __LINE__, #got " is ", got_, ", expected " #want " = ", want_); \
   } while (false)
 #define CHECK_THROWS(expression, Type, words) \

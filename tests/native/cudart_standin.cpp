@@ -94,12 +94,23 @@ World& world() {
   return one;
 }
 
-const char* const kFunctions[] = {
-    "cudaGetDeviceCount", "cudaGetDevice",        "cudaSetDevice",     "cudaGetDeviceProperties",
-    "cudaMemGetInfo",     "cudaEventCreateWithFlags", "cudaEventRecord", "cudaEventQuery",
-    "cudaEventSynchronize", "cudaEventDestroy",   "cudaStreamCreateWithFlags", "cudaStreamDestroy",
-    "cudaStreamWaitEvent", "cudaMemcpyAsync",     "cudaLaunchHostFunc", "cudaHostRegister",
-    "cudaHostUnregister"};
+const char* const kFunctions[] = {"cudaGetDeviceCount",
+                                  "cudaGetDevice",
+                                  "cudaSetDevice",
+                                  "cudaGetDeviceProperties",
+                                  "cudaMemGetInfo",
+                                  "cudaEventCreateWithFlags",
+                                  "cudaEventRecord",
+                                  "cudaEventQuery",
+                                  "cudaEventSynchronize",
+                                  "cudaEventDestroy",
+                                  "cudaStreamCreateWithFlags",
+                                  "cudaStreamDestroy",
+                                  "cudaStreamWaitEvent",
+                                  "cudaMemcpyAsync",
+                                  "cudaLaunchHostFunc",
+                                  "cudaHostRegister",
+                                  "cudaHostUnregister"};
 
 cudaError_t remember(cudaError_t error) {
   if (error != cudaSuccess) last_error = error;
@@ -122,8 +133,8 @@ cudaError_t enter(const char* function) {
   }
   return cudaSuccess;
 }
-#define ENTER(function)                                                   \
-  do {                                                                    \
+#define ENTER(function)                                                          \
+  do {                                                                           \
     if (cudaError_t error = enter(function); error != cudaSuccess) return error; \
   } while (false)
 
@@ -321,14 +332,22 @@ cudaError_t CUDARTAPI cudaGetLastError(void) {
 
 const char* CUDARTAPI cudaGetErrorString(cudaError_t error) {
   switch (error) {
-    case cudaSuccess: return "no error";
-    case cudaErrorMemoryAllocation: return "out of memory";
-    case cudaErrorNotReady: return "device not ready";
-    case cudaErrorNoDevice: return "no CUDA-capable device is detected";
-    case cudaErrorInvalidResourceHandle: return "invalid resource handle";
-    case cudaErrorNotPermitted: return "operation not permitted";
-    case cudaErrorIllegalAddress: return "an illegal memory access was encountered";
-    default: return "another error";
+    case cudaSuccess:
+      return "no error";
+    case cudaErrorMemoryAllocation:
+      return "out of memory";
+    case cudaErrorNotReady:
+      return "device not ready";
+    case cudaErrorNoDevice:
+      return "no CUDA-capable device is detected";
+    case cudaErrorInvalidResourceHandle:
+      return "invalid resource handle";
+    case cudaErrorNotPermitted:
+      return "operation not permitted";
+    case cudaErrorIllegalAddress:
+      return "an illegal memory access was encountered";
+    default:
+      return "another error";
   }
 }
 
@@ -372,9 +391,7 @@ void clean_up() {
   w.registered.clear();
 }
 
-std::vector<std::string> function_names() {
-  return {std::begin(kFunctions), std::end(kFunctions)};
-}
+std::vector<std::string> function_names() { return {std::begin(kFunctions), std::end(kFunctions)}; }
 
 void fail_next(const std::string& function, cudaError_t error) {
   std::lock_guard lock(world().mutex);

@@ -33,8 +33,7 @@ class CudaSide final : public Side {
         host_budget_(std::make_shared<Budget>(options.host_bytes)),
         device_(make_cuda_device(kIndex)),
         store_(make_cuda_store({kIndex, allocate, device_budget_, host_budget_, options.pin,
-                                [this](const std::string& text) { warnings_.push_back(text); }})) {
-  }
+                                [this](const std::string& text) { warnings_.push_back(text); }})) {}
   Device& device() override { return *device_; }
   Store& store() override { return *store_; }
   Budget& device_budget() override { return *device_budget_; }
@@ -90,4 +89,10 @@ std::unique_ptr<Side> make_side(const SideOptions& options) {
 
 }  // namespace autohete::testing
 
-int main(int argc, char** argv) { return check::main_of_tests(argc, argv); }
+int main(int argc, char** argv) {
+  const int status = check::main_of_tests(argc, argv);
+#ifndef AUTOHETE_REAL_GPU
+  cudart_standin::reset();  // joins its threads
+#endif
+  return status;
+}

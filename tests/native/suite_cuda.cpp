@@ -210,12 +210,11 @@ TEST_CASE("pinned bytes are the bytes asked, in whole pages, and are given back"
 
 TEST_CASE("an allocator that has no memory left gives the driver's figures") {
   cudart_standin::reset();
-  auto store = make_cuda_store({.allocate_device = [](std::size_t) {
-                                  return std::pair<void*, std::shared_ptr<void>>{};
-                                },
-                                .device_budget = nullptr,
-                                .host_budget = std::make_shared<Budget>(1 << 20),
-                                .warn = {}});
+  auto store = make_cuda_store(
+      {.allocate_device = [](std::size_t) { return std::pair<void*, std::shared_ptr<void>>{}; },
+       .device_budget = nullptr,
+       .host_budget = std::make_shared<Budget>(1 << 20),
+       .warn = {}});
   CHECK_THROWS(store->allocate_device(5000, "slot 2"), OutOfMemory,
                "slot 2 needs 5000 bytes, but 4321 are left");
 }
@@ -224,8 +223,8 @@ TEST_CASE("a device block lives as long as anyone holds it") {
   cudart_standin::reset();
   auto owner = std::make_shared<int>(0);
   auto store = make_cuda_store(
-      {.allocate_device = [&](std::size_t) { return std::pair<void*, std::shared_ptr<void>>(
-                                                 owner.get(), owner); },
+      {.allocate_device =
+           [&](std::size_t) { return std::pair<void*, std::shared_ptr<void>>(owner.get(), owner); },
        .device_budget = nullptr,
        .host_budget = std::make_shared<Budget>(1 << 20),
        .warn = {}});
@@ -262,8 +261,8 @@ TEST_CASE("a context that breaks down ends the jobs of a lane with its error") {
     side->hold(kUp);
     CopyJob job{.segments = {{block->data(), sent.data(), sent.size()}}, .done = report(first)};
     lane.submit(std::move(job));
-    CopyJob after{.segments = {{block->data(), sent.data(), 256}}, .after = never,
-                  .done = report(waiting)};
+    CopyJob after{
+        .segments = {{block->data(), sent.data(), 256}}, .after = never, .done = report(waiting)};
     lane.submit(std::move(after));
     cudart_standin::break_down(cudaErrorIllegalAddress);  // no callback will ever run
     CHECK(get_soon(first.get_future()).find("illegal memory access") != std::string::npos);

@@ -18,8 +18,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 HostStore make_store(std::size_t device_bytes) {
-  return HostStore({std::make_shared<Budget>(device_bytes), std::make_shared<Budget>(1 << 24),
-                    true, {}});
+  return HostStore(
+      {std::make_shared<Budget>(device_bytes), std::make_shared<Budget>(1 << 24), true, {}});
 }
 
 // Seconds that `num_copies` of `bytes` take on one stream. Used for "no earlier than" only.

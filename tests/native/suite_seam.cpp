@@ -305,8 +305,7 @@ TEST_CASE("an event of another kind of device is refused") {
   struct Foreign final : Event::State {};
   const Event foreign(std::make_shared<Foreign>());
   CHECK_THROWS(side->device().query(foreign), std::invalid_argument, "another kind");
-  CHECK_THROWS(side->device().wait(kComputeStream, foreign), std::invalid_argument,
-               "another kind");
+  CHECK_THROWS(side->device().wait(kComputeStream, foreign), std::invalid_argument, "another kind");
 }
 
 TEST_CASE("device blocks count exactly and give their bytes back") {

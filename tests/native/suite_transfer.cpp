@@ -20,7 +20,8 @@ namespace {
 using Bytes = std::vector<std::byte>;
 constexpr std::size_t kChunk = 1 << 12;
 
-// Passes everything on to another device; writes the copies down, and fails the calls it is told to.
+// Passes everything on to another device; writes the copies down, and fails the calls it is told
+// to.
 class RecordingDevice final : public Device {
  public:
   explicit RecordingDevice(Device& device) : device_(device) {}
@@ -152,14 +153,14 @@ TEST_CASE("every byte of a job arrives and none beside it, at the edges of a chu
   TransferLane up(bench.device, kUp, kChunk), down(bench.device, kDown, kChunk);
   constexpr std::size_t kMargin = 32;
   std::size_t moved = 0, jobs = 0;
-  for (std::size_t bytes : {std::size_t{0}, std::size_t{1}, kChunk - 1, kChunk, kChunk + 1,
-                            3 * kChunk + 5}) {
+  for (std::size_t bytes :
+       {std::size_t{0}, std::size_t{1}, kChunk - 1, kChunk, kChunk + 1, 3 * kChunk + 5}) {
     BlockPtr block = bench.side->store().allocate_device(bytes + 2 * kMargin, "test");
     const Bytes around = pattern(block->bytes(), 9), sent = pattern(bytes, 2);
     Bytes received = pattern(block->bytes(), 4);
     copy_now(bench.side->device(), block->data(), around.data(), around.size(), kUp);
-    up.submit({.segments = {{block->data() + kMargin, sent.data(), bytes}},
-               .done = bench.report("up")});
+    up.submit(
+        {.segments = {{block->data() + kMargin, sent.data(), bytes}}, .done = bench.report("up")});
     bench.wait_for(++jobs);
     Bytes expected = around;
     std::copy(sent.begin(), sent.end(), expected.begin() + kMargin);
@@ -537,10 +538,10 @@ TEST_CASE("a broken contract is refused at the door") {
   std::byte byte{};
   CHECK_THROWS(TransferLane(bench.device, kUp, 0), std::invalid_argument, "chunk_bytes is 0");
   TransferLane lane(bench.device, kUp, kChunk);
-  CHECK_THROWS(lane.submit({.segments = {{nullptr, &byte, 1}}, .done = {}}),
-               std::invalid_argument, "null dst");
-  CHECK_THROWS(lane.submit({.segments = {{&byte, nullptr, 1}}, .done = {}}),
-               std::invalid_argument, "null src");
+  CHECK_THROWS(lane.submit({.segments = {{nullptr, &byte, 1}}, .done = {}}), std::invalid_argument,
+               "null dst");
+  CHECK_THROWS(lane.submit({.segments = {{&byte, nullptr, 1}}, .done = {}}), std::invalid_argument,
+               "null src");
 }
 
 TEST_CASE("the timeline gets one span for each job that moved bytes") {
