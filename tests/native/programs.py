@@ -20,9 +20,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTPUT = ROOT / "build" / "native"
-FLAGS = (
-    "-std=c++20 -g -O1 -pthread -Wall -Wextra -Wno-missing-field-initializers -fno-omit-frame-pointer"
-).split()
+FLAGS = [
+    *("-std=c++20", "-g", "-O1", "-pthread", "-fno-omit-frame-pointer"),
+    *("-Wall", "-Wextra", "-Wno-missing-field-initializers"),
+]
 SKIPPED = 77  # the exit status of a case that skipped itself
 
 _LANES = ("csrc/runtime/transfer.cpp", "csrc/device/host_tier.cpp", "csrc/device/mapped_memory.cpp")
@@ -119,7 +120,7 @@ def _compile(program: Program, source: str, sanitizers: str) -> Path:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     command = [_compiler(), *FLAGS, *flags, f"-I{ROOT}", "-c", source, "-o", str(target)]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    result = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
     if result.returncode != 0:
         target.unlink(missing_ok=True)
         pytest.fail(f"{source} does not compile:\n{result.stderr}")
@@ -163,6 +164,7 @@ def run_case(name: str, case: str, sanitizers: str = "") -> None:
     """Run one case of a program; fail or skip as it does."""
     result = subprocess.run(
         [str(build(name, sanitizers)), "--run", case],
+        check=False,
         capture_output=True,
         text=True,
         timeout=300,

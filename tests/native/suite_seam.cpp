@@ -135,7 +135,7 @@ TEST_CASE("an event without work is complete") {
 TEST_CASE("events of one stream complete in the order of their recording") {
   auto side = make_side_with_controls();
   Device& device = side->device();
-  BlockPtr block = side->store().allocate_device(256, "test");
+  BlockPtr block = side->store().allocate_device(512, "test");
   const Bytes sent = pattern(256, 1);
   const StreamId first_stream = device.create_stream(kUp);
   const StreamId second_stream = device.create_stream(kUp);
@@ -143,7 +143,7 @@ TEST_CASE("events of one stream complete in the order of their recording") {
   device.copy_async(block->data(), sent.data(), 256, first_stream);
   const Event first = device.record(first_stream);
   const Event second = device.record(first_stream);
-  device.copy_async(block->data(), sent.data(), 256, second_stream);
+  device.copy_async(block->data() + 256, sent.data(), 256, second_stream);
   const Event elsewhere = device.record(second_stream);
   CHECK(first.completes_by(first));
   CHECK(first.completes_by(second));
@@ -186,15 +186,16 @@ TEST_CASE("a callback on the compute stream runs") {
 TEST_CASE("when_complete calls once per event, and no event holds up another") {
   auto side = make_side_with_controls();
   Device& device = side->device();
-  BlockPtr block = side->store().allocate_device(256, "test");
-  Bytes bytes = pattern(256, 1);
+  BlockPtr block = side->store().allocate_device(512, "test");
+  const Bytes sent = pattern(256, 1);
+  Bytes received(256);
   const StreamId up = device.create_stream(kUp);
   const StreamId down = device.create_stream(kDown);
   side->hold(kUp);
   side->hold(kDown);
-  device.copy_async(block->data(), bytes.data(), 256, up);
+  device.copy_async(block->data(), sent.data(), 256, up);
   const Event late = device.record(up);
-  device.copy_async(bytes.data(), block->data(), 256, down);
+  device.copy_async(received.data(), block->data() + 256, 256, down);
   const Event early = device.record(down);
   std::atomic<int> late_calls{0}, early_calls{0};
   std::promise<void> late_called, early_called;
