@@ -13,7 +13,7 @@ PURELIB = sysconfig.get_paths()["purelib"]
 CMEEL = os.path.join(PURELIB, "cmeel.prefix")
 FLAGS = ["-std=c++20", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden", "-Wall"]
 
-separate = {"csrc/plan/planner_glpk.cpp", "csrc/device/cuda_device.cpp"}
+separate = {"csrc/plan/planner_glpk.cpp", "csrc/device/cuda_device.cpp", "csrc/device/cuda_store.cpp"}
 sources = sorted(
     s for s in glob.glob("csrc/**/*.cpp", recursive=True, root_dir=HERE) if s not in separate
 )

@@ -55,7 +55,11 @@ class BudgetCharge {
   }
   BudgetCharge(BudgetCharge&& other) noexcept
       : budget_(std::move(other.budget_)), bytes_(other.bytes_) {}
-  BudgetCharge& operator=(BudgetCharge&&) = delete;
+  BudgetCharge& operator=(BudgetCharge&& other) noexcept {
+    std::swap(budget_, other.budget_);
+    std::swap(bytes_, other.bytes_);
+    return *this;
+  }
   explicit operator bool() const { return budget_ != nullptr; }
 
  private:

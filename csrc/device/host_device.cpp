@@ -19,19 +19,21 @@ std::shared_ptr<HostEvent> host_event(const Event& event) {
 }  // namespace
 
 HostDevice::HostDevice(std::shared_ptr<Budget> device_budget)
-    : device_budget_(std::move(device_budget)), owner_process_(getpid()) {}
+    : device_budget_(std::move(device_budget)),
+      owner_process_(getpid()),
+      lanes_(std::make_unique<Lanes>()) {}
 
 HostDevice::~HostDevice() {
   if (getpid() != owner_process_) {
-    // The threads, and whoever held their locks, stayed in the parent: leave all of it alone.
-    for (auto& stream : streams_) (void)stream.release();
+    (void)lanes_.release();  // the threads, and whoever held the locks, stayed in the parent
     return;
   }
-  for (HostLink& link : links_) link.close();
+  for (HostLink& link : lanes_->links) link.close();
+  lanes_->streams.clear();
 }
 
 HostLink& HostDevice::link(CopyDirection direction) {
-  return links_[static_cast<std::size_t>(direction)];
+  return lanes_->links[static_cast<std::size_t>(direction)];
 }
 
 DeviceCapabilities HostDevice::capabilities() const {
@@ -43,9 +45,9 @@ DeviceCapabilities HostDevice::capabilities() const {
 }
 
 StreamId HostDevice::create_stream(CopyDirection direction) {
-  std::lock_guard lock(streams_mutex_);
-  streams_.push_back(std::make_unique<Stream>(direction));
-  return streams_.size();  // the first is 1: 0 is kComputeStream
+  std::lock_guard lock(lanes_->mutex);
+  lanes_->streams.push_back(std::make_unique<Stream>(direction));
+  return lanes_->streams.size();  // the first is 1: 0 is kComputeStream
 }
 
 bool HostDevice::on_caller(StreamId stream) const {
@@ -53,10 +55,10 @@ bool HostDevice::on_caller(StreamId stream) const {
 }
 
 HostDevice::Stream& HostDevice::find(StreamId stream) {
-  std::lock_guard lock(streams_mutex_);
-  require(stream <= streams_.size(), "host device: stream is ", stream, ", expected at most ",
-          streams_.size(), "; streams come from create_stream()");
-  return *streams_[stream - 1];
+  std::lock_guard lock(lanes_->mutex);
+  require(stream <= lanes_->streams.size(), "host device: stream is ", stream,
+          ", expected at most ", lanes_->streams.size(), "; streams come from create_stream()");
+  return *lanes_->streams[stream - 1];
 }
 
 void HostDevice::copy_async(void* dst, const void* src, std::size_t bytes, StreamId stream) {
@@ -68,7 +70,7 @@ void HostDevice::copy_async(void* dst, const void* src, std::size_t bytes, Strea
   Stream& target = find(stream);
   const auto direction = static_cast<std::size_t>(target.direction);
   target.queue.push([this, dst, src, bytes, direction] {
-    links_[direction].copy(dst, src, bytes, links_[1 - direction]);
+    lanes_->links[direction].copy(dst, src, bytes, lanes_->links[1 - direction]);
   });
 }
 

@@ -49,17 +49,21 @@ class HostDevice final : public Device {
     CopyDirection direction;
     HostStream queue;
   };
+  // What threads wait in; left alone as a whole in a forked child.
+  struct Lanes {
+    std::array<HostLink, 2> links;
+    std::mutex mutex;  // guards streams, which only grows; the streams have their own locks
+    std::vector<std::unique_ptr<Stream>> streams;
+  };
 
   bool on_caller(StreamId stream) const;
-  Stream& find(StreamId stream);  // takes streams_mutex_
+  Stream& find(StreamId stream);  // takes lanes_->mutex
 
   const std::shared_ptr<Budget> device_budget_;
   const pid_t owner_process_;
   std::atomic<bool> host_memory_readable_{true};
   std::atomic<std::uint64_t> next_sequence_{1};
-  std::array<HostLink, 2> links_;
-  std::mutex streams_mutex_;  // guards streams_, which only grows; the streams have their own locks
-  std::vector<std::unique_ptr<Stream>> streams_;
+  std::unique_ptr<Lanes> lanes_;
 };
 
 }  // namespace autohete

@@ -8,24 +8,23 @@ void HostEvent::complete(std::exception_ptr failure) {
   std::vector<std::function<void()>> callbacks;
   {
     std::lock_guard lock(mutex_);
-    done_ = true;
     failure_ = std::move(failure);
+    done_ = true;
     callbacks.swap(callbacks_);
-    completed_.notify_all();
   }
+  done_.notify_all();
   for (auto& callback : callbacks) callback();
 }
 
 bool HostEvent::query() {
-  std::lock_guard lock(mutex_);
+  if (!done_) return false;
   if (failure_) std::rethrow_exception(failure_);
-  return done_;
+  return true;
 }
 
 void HostEvent::wait() {
-  std::unique_lock lock(mutex_);
-  completed_.wait(lock, [&] { return done_; });
-  if (failure_) std::rethrow_exception(failure_);
+  done_.wait(false);
+  query();
 }
 
 void HostEvent::when_complete(std::function<void()> callback) {

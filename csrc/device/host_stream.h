@@ -2,6 +2,7 @@
 // thread raises and others wait for.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -15,7 +16,8 @@
 
 namespace autohete {
 
-// Any thread. `mutex_` guards all members.
+// Any thread. Waits on an atomic, since a forked child that destroyed a condition variable with
+// waiters in the parent would hang.
 class HostEvent final : public Event::State {
  public:
   // Completes the event, with what failed or null, and runs the callbacks on the calling thread.
@@ -28,10 +30,9 @@ class HostEvent final : public Event::State {
   void when_complete(std::function<void()> callback);
 
  private:
-  std::mutex mutex_;
-  std::condition_variable completed_;
-  bool done_ = false;
-  std::exception_ptr failure_;
+  std::atomic<bool> done_{false};
+  std::exception_ptr failure_;  // written before done_ is set, never after
+  std::mutex mutex_;            // guards callbacks_ and the step from pending to done
   std::vector<std::function<void()>> callbacks_;
 };
 

@@ -46,7 +46,7 @@ HostTier::HostTier(std::shared_ptr<Budget> budget, std::shared_ptr<Pinner> pinne
     : budget_(std::move(budget)), pinner_(std::move(pinner)), warn_(std::move(warn)) {}
 
 BlockPtr HostTier::allocate(std::size_t bytes, const std::string& what) {
-  const auto refuse = [&](const char* advice) {
+  const auto refuse = [&] [[noreturn]] (const char* advice) {
     throw_out_of_memory("host memory", what, bytes, budget_->free(), budget_->limit(), advice);
   };
   try {
@@ -55,22 +55,27 @@ BlockPtr HostTier::allocate(std::size_t bytes, const std::string& what) {
     auto memory = std::make_unique<MappedMemory>(bytes);
     auto block = std::make_shared<HostBlock>(std::move(charge), std::move(memory), bytes);
     if (pins()) {
-      const std::string reason = block->pin(pinner_);
-      if (!reason.empty()) remember_refusal(reason, bytes, what);
+      const std::string refusal = block->pin(pinner_);
+      if (refusal.empty()) {
+        pinned_bytes_ += bytes;
+      } else {
+        remember_refusal(refusal, bytes, what);
+      }
     }
     return block;
   } catch (const std::bad_alloc&) {
     refuse("the operating system has no more: free memory, or lower cpu_mem to what there is");
   }
-  AH_ASSERT(false);
 }
 
 void HostTier::remember_refusal(const std::string& reason, std::size_t bytes,
                                 const std::string& what) {
   if (refused_.exchange(true) || !warn_) return;
-  warn_(concat("pinned host memory: ", bytes, " bytes for ", what, " were refused (", reason,
-               "); going on with pageable memory, which copies slower and cannot be read by the "
-               "device. Raise the limit on locked memory (ulimit -l) to get it back"));
+  warn_(concat(
+      "pinned host memory: ", bytes, " bytes for ", what, " were refused (", reason, "; ",
+      pinned_bytes_.load(),
+      " bytes pinned so far); going on with pageable memory, which copies slower and "
+      "which the device cannot read. Raise the limit on locked memory (ulimit -l) to get it back"));
 }
 
 }  // namespace autohete

@@ -48,6 +48,7 @@ class HostTier {
   const std::shared_ptr<Pinner> pinner_;
   const std::function<void(const std::string&)> warn_;
   std::atomic<bool> refused_{false};
+  std::atomic<std::size_t> pinned_bytes_{0};  // until pinning was refused
 };
 
 }  // namespace autohete

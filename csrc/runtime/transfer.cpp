@@ -22,6 +22,7 @@ namespace autohete {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+constexpr std::chrono::milliseconds kLookAnyway{500};
 
 // A job and how far its copies have been issued.
 struct Progress {
@@ -177,7 +178,10 @@ void TransferLane::Impl::run() {
                      direction == CopyDirection::kHostToDevice ? "ah-h2d" : "ah-d2h");
 #endif
   for (;;) {
-    Doorbell::Ring ring = doorbell->answer(Clock::time_point::max());
+    // A device that broke down runs no more callbacks (CUDA): look now and then all the same.
+    const bool pending = !waiting.empty() || !in_flight.empty();
+    Doorbell::Ring ring =
+        doorbell->answer(pending ? Clock::now() + kLookAnyway : Clock::time_point::max());
     std::move(ring.submitted.begin(), ring.submitted.end(), std::back_inserter(waiting));
     if (ring.closing) break;
     promote_waiting();
