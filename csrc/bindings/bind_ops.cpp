@@ -52,10 +52,14 @@ Argument unpack(const char* where, const char* name, py::handle object) {
 
 DType dtype_of(const Argument& argument) {
   switch (argument.tensor.scalar_type()) {
-    case at::kFloat: return DType::kFloat32;
-    case at::kBFloat16: return DType::kBFloat16;
-    case at::kHalf: return DType::kFloat16;
-    default: break;
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kHalf:
+      return DType::kFloat16;
+    default:
+      break;
   }
   argument.expect(false, argument.tensor.scalar_type(), "float32, bfloat16 or float16");
   return DType::kFloat32;
@@ -75,12 +79,14 @@ float* mutable_fp32(const Argument& argument) {
 // Both are walked as flat memory, so element i of one must be element i of the other.
 void require_same_layout(const Argument& argument, const Argument& model) {
   const at::Tensor &a = argument.tensor, &b = model.tensor;
-  require(a.sizes() == b.sizes(), argument.where, ": ",
-          argument.name, " has shape ", a.sizes(), ", expected ", model.name, "'s ", b.sizes());
+  require(a.sizes() == b.sizes(), argument.where, ": ", argument.name, " has shape ", a.sizes(),
+          ", expected ", model.name, "'s ", b.sizes());
   const bool both_contiguous = a.is_contiguous() && b.is_contiguous();
   require(both_contiguous || (a.is_non_overlapping_and_dense() && a.strides() == b.strides()),
-          argument.where, ": ", argument.name, " has strides ", a.strides(), ", expected dense ones "
-          "equal to ", model.name, "'s ", b.strides(), "; make it contiguous");
+          argument.where, ": ", argument.name, " has strides ", a.strides(),
+          ", expected dense ones "
+          "equal to ",
+          model.name, "'s ", b.strides(), "; make it contiguous");
 }
 
 struct Range {
@@ -320,14 +326,16 @@ void bind_ops(py::module_& module) {
   module.def("cgroup_cpu_quota", &cgroup_cpu_quota, py::arg("root") = "");
   module.def("cpus_for_rank", &cpus_for_rank, py::arg("affinity"), py::arg("quota"),
              py::arg("local_world_size") = nullptr);
-  module.def("adamw_", &adamw_, py::arg("workers"), py::arg("updates"),
-             py::arg("out") = py::none(), py::arg("level") = py::none(),
-             "Apply updates, each (hyper, step, grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq or "
-             "None, half or None). A step that is a tensor counts up and holds the new number. "
-             "With out, a list of (param, exp_avg, exp_avg_sq[, max_exp_avg_sq]), new values go "
-             "there and the old ones stay.");
+  module.def(
+      "adamw_", &adamw_, py::arg("workers"), py::arg("updates"), py::arg("out") = py::none(),
+      py::arg("level") = py::none(),
+      "Apply updates, each (hyper, step, grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq or "
+      "None, half or None). A step that is a tensor counts up and holds the new number. "
+      "With out, a list of (param, exp_avg, exp_avg_sq[, max_exp_avg_sq]), new values go "
+      "there and the old ones stay.");
   module.def("squared_norm", &squared_norm_, py::arg("workers"), py::arg("values"),
-             py::arg("level") = py::none(), "Sum of squares in double, and whether all are finite.");
+             py::arg("level") = py::none(),
+             "Sum of squares in double, and whether all are finite.");
   module.def("cast_", &cast_, py::arg("workers"), py::arg("dst"), py::arg("src"),
              py::arg("level") = py::none(), "Convert src into dst, rounding to nearest even.");
   module.def("copy_", &copy_, py::arg("workers"), py::arg("dst"), py::arg("src"),

@@ -115,12 +115,13 @@ void check_span(const AdamSpan& span) {
   given("exp_avg_sq_out", span.exp_avg_sq_out);
   if (span.hyper.amsgrad) given("max_exp_avg_sq_in", span.max_exp_avg_sq_in);
   if (span.hyper.amsgrad) given("max_exp_avg_sq_out", span.max_exp_avg_sq_out);
-  require((span.half_in == nullptr && span.half_out == nullptr) ||
-              span.half_dtype != DType::kFloat32,
-          "adamw: half_dtype is float32, expected bfloat16 or float16");
+  require(
+      (span.half_in == nullptr && span.half_out == nullptr) || span.half_dtype != DType::kFloat32,
+      "adamw: half_dtype is float32, expected bfloat16 or float16");
 }
 
-std::vector<AdamTile> cut(const AdamSpan* spans, const std::vector<AdamCoefficients>& coefficients) {
+std::vector<AdamTile> cut(const AdamSpan* spans,
+                          const std::vector<AdamCoefficients>& coefficients) {
   std::vector<AdamTile> tiles;
   for (std::size_t s = 0; s < coefficients.size(); ++s) {
     for (std::size_t begin = 0; begin < spans[s].numel; begin += kTile) {

@@ -181,7 +181,9 @@ def test_any_length_and_start_equals_one_element_at_a_time_and_touches_nothing_e
         run(state, given, 2, half=half_storage[inside], num_workers=3)
         # The reference: spans of odd lengths, down to one element, by the scalar level.
         pieces = {k: v[inside].clone() for k, v in canary.items()}
-        cuts = sorted({0, 1, 2, 5, numel // 3, numel // 2, numel - 1, numel} & set(range(numel + 1)))
+        cuts = sorted(
+            {0, 1, 2, 5, numel // 3, numel // 2, numel - 1, numel} & set(range(numel + 1))
+        )
         updates = []
         for a, b in itertools.pairwise(cuts):
             updates.append(update({k: v[a:b] for k, v in pieces.items()}, given[a:b].clone(), 2))
