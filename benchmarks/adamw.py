@@ -37,8 +37,11 @@ def cpu_name() -> str:
     return platform.processor()
 
 
-def measure(competitors: list[Competitor], rounds: int, repeat: int = 1) -> dict[str, float]:
-    """Return each competitor's median milliseconds; the order turns from round to round."""
+Times = tuple[float, float]  # median and best, in milliseconds
+
+
+def measure(competitors: list[Competitor], rounds: int, repeat: int = 1) -> dict[str, Times]:
+    """Return each competitor's median and best time; the order turns from round to round."""
     times: dict[str, list[float]] = {name: [] for name, _ in competitors}
     for _, run in competitors:
         run()
@@ -49,13 +52,18 @@ def measure(competitors: list[Competitor], rounds: int, repeat: int = 1) -> dict
             for _ in range(repeat):
                 run()
             times[name].append((time.perf_counter() - start) / repeat * 1e3)
-    return {name: statistics.median(all_times) for name, all_times in times.items()}
+    return {name: (statistics.median(taken), min(taken)) for name, taken in times.items()}
 
 
-def table(title: str, medians: dict[str, float], ours: str) -> None:
-    print(f"\n### {title}\n\n| | ms | time / ours |\n| --- | --- | --- |")
-    for name, ms in medians.items():
-        print(f"| {name} | {ms:.2f} | {ms / medians[ours]:.2f} |")
+def table(title: str, times: dict[str, Times], ours: str) -> None:
+    """Print medians and best times, and both as multiples of ours (above 1: ours is faster)."""
+    print(f"\n### {title}\n")
+    print(
+        "| | median ms | best ms | median / ours | best / ours |\n| --- | --- | --- | --- | --- |"
+    )
+    for name, (median, best) in times.items():
+        print(f"| {name} | {median:.3g} | {best:.3g} "
+              f"| {median / times[ours][0]:.2f} | {best / times[ours][1]:.2f} |")  # fmt: skip
 
 
 def yardstick(source: str, numel: int, threads: int) -> list[Competitor]:

@@ -472,7 +472,8 @@ def test_grad_scaler_works_as_with_torchs_fused_optimizer(unscale: bool) -> None
     [
         ({"lr": -1.0}, "lr is -1.0, expected"), ({"lr": float("nan")}, "lr is nan, expected"),
         ({"eps": -1.0}, "eps is"), ({"eps": float("nan")}, "eps is nan"),
-        ({"betas": (1.0, 0.9)}, r"betas\[0\] is 1.0"), ({"betas": (0.9, float("nan"))}, r"betas\[1\]"),
+        ({"betas": (1.0, 0.9)}, r"betas\[0\] is 1.0"),
+        ({"betas": (0.9, float("nan"))}, r"betas\[1\] is nan"),
         ({"weight_decay": -0.1}, "weight_decay is"), ({"lr": torch.zeros(2)}, "lr has 2 elements"),
         ({"capturable": True}, "capturable is True"), ({"num_workers": 0}, "num_workers is 0"),
         ({"differentiable": True}, "differentiable is True"),

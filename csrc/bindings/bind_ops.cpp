@@ -120,7 +120,10 @@ double next_step(const char* where, py::handle step, std::vector<at::Tensor>& co
   argument.expect(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kLong, dtype,
                   "float32, float64 or int64");
   counters.push_back(tensor);
-  return tensor.item<double>() + 1;
+  const void* value = tensor.const_data_ptr();  // item() would go through the dispatcher
+  if (dtype == at::kFloat) return *static_cast<const float*>(value) + 1.0;
+  if (dtype == at::kDouble) return *static_cast<const double*>(value) + 1.0;
+  return static_cast<double>(*static_cast<const std::int64_t*>(value)) + 1.0;
 }
 
 // From 2^24 on a float32 cannot count any further; the same tensor goes on in float64.

@@ -9,11 +9,11 @@
 namespace autohete {
 namespace {
 
-constexpr std::size_t kChunk = std::size_t{1} << 20;
+constexpr std::size_t kChunk = std::size_t{256} << 10;
 // Measured by benchmarks/copies.py. Below the first a copy is over before a worker wakes up; from
 // the second on the destination would push everything else out of the caches, and stores that
 // bypass them save reading it first.
-constexpr std::size_t kParallelBytes = std::size_t{1} << 20;
+constexpr std::size_t kParallelBytes = std::size_t{2} << 20;
 constexpr std::size_t kStreamBytes = std::size_t{16} << 20;
 
 }  // namespace
