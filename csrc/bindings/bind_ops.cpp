@@ -3,7 +3,6 @@
 // Tensors are unpacked through torch's C interface: torch/extension.h would cost a minute to
 // compile.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -32,21 +31,25 @@ struct Argument {
   const char* name;
   at::Tensor tensor;
 
+  // Callers test first: what goes into the message is costly to make for every tensor.
   template <typename Got>
-  void expect(bool condition, const Got& got, const char* wanted) const {
-    require(condition, where, ": ", name, " is ", got, ", expected ", wanted);
+  [[noreturn]] void refuse(const Got& got, const char* wanted) const {
+    throw std::invalid_argument(concat(where, ": ", name, " is ", got, ", expected ", wanted));
   }
 };
 
 Argument unpack(const char* where, const char* name, py::handle object) {
-  require(THPVariable_Check(object.ptr()), where, ": ", name, " is ",
-          py::str(py::type::handle_of(object)).cast<std::string>(), ", expected a tensor");
-  Argument argument = {where, name, THPVariable_Unpack(object.ptr())};
+  Argument argument = {where, name, {}};
+  if (!THPVariable_Check(object.ptr())) {
+    argument.refuse(py::str(py::type::handle_of(object)).cast<std::string>(), "a tensor");
+  }
+  argument.tensor = THPVariable_Unpack(object.ptr());
   const at::Tensor& tensor = argument.tensor;
-  argument.expect(tensor.device().is_cpu(), tensor.device().str(), "a tensor on cpu");
-  argument.expect(tensor.layout() == at::kStrided, tensor.layout(), "a dense (strided) tensor");
-  argument.expect(!tensor.unsafeGetTensorImpl()->is_python_dispatch(),
-                  "a wrapper without memory of its own", "a plain tensor");
+  if (!tensor.device().is_cpu()) argument.refuse(tensor.device().str(), "a tensor on cpu");
+  if (tensor.layout() != at::kStrided) argument.refuse(tensor.layout(), "a dense (strided) tensor");
+  if (tensor.unsafeGetTensorImpl()->is_python_dispatch()) {
+    argument.refuse("a wrapper without memory of its own", "a plain tensor");
+  }
   return argument;
 }
 
@@ -59,15 +62,13 @@ DType dtype_of(const Argument& argument) {
     case at::kHalf:
       return DType::kFloat16;
     default:
-      break;
+      argument.refuse(argument.tensor.scalar_type(), "float32, bfloat16 or float16");
   }
-  argument.expect(false, argument.tensor.scalar_type(), "float32, bfloat16 or float16");
-  return DType::kFloat32;
 }
 
 const float* fp32(const Argument& argument) {
-  argument.expect(argument.tensor.scalar_type() == at::kFloat, argument.tensor.scalar_type(),
-                  "float32");
+  if (argument.tensor.scalar_type() != at::kFloat)
+    argument.refuse(argument.tensor.scalar_type(), "float32");
   return static_cast<const float*>(argument.tensor.const_data_ptr());
 }
 
@@ -115,10 +116,10 @@ double next_step(const char* where, py::handle step, std::vector<at::Tensor>& co
   if (!THPVariable_Check(step.ptr())) return step.cast<double>();
   const Argument argument = unpack(where, "step", step);
   const at::Tensor& tensor = argument.tensor;
-  argument.expect(tensor.numel() == 1, tensor.sizes(), "one number");
+  if (tensor.numel() != 1) argument.refuse(tensor.sizes(), "one number");
   const auto dtype = tensor.scalar_type();
-  argument.expect(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kLong, dtype,
-                  "float32, float64 or int64");
+  if (dtype != at::kFloat && dtype != at::kDouble && dtype != at::kLong)
+    argument.refuse(dtype, "float32, float64 or int64");
   counters.push_back(tensor);
   const void* value = tensor.const_data_ptr();  // item() would go through the dispatcher
   if (dtype == at::kFloat) return *static_cast<const float*>(value) + 1.0;
@@ -192,7 +193,7 @@ struct AdamCall {
     if (!update[7].is_none()) {
       const Argument half = unpack(kWhere, "half", update[7]);
       span.half_dtype = dtype_of(half);
-      half.expect(span.half_dtype != DType::kFloat32, "float32", "bfloat16 or float16");
+      if (span.half_dtype == DType::kFloat32) half.refuse("float32", "bfloat16 or float16");
       require_same_layout(half, param);
       span.half_in = half.tensor.const_data_ptr();
       span.half_out = half.tensor.mutable_data_ptr();
@@ -247,8 +248,8 @@ UpdateStats squared_norm_(Workers& workers, py::handle values,
                           const std::optional<std::string>& level_name) {
   const Argument argument = unpack("squared_norm", "values", values);
   const DType dtype = dtype_of(argument);
-  argument.expect(argument.tensor.is_non_overlapping_and_dense(), argument.tensor.strides(),
-                  "dense strides");
+  if (!argument.tensor.is_non_overlapping_and_dense())
+    argument.refuse(argument.tensor.strides(), "dense strides");
   const CpuLevel level = level_from(level_name, "squared_norm");
   py::gil_scoped_release release;
   return squared_norm(argument.tensor.const_data_ptr(), dtype, argument.tensor.numel(), workers,
@@ -275,8 +276,8 @@ void cast_(Workers& workers, py::handle dst, py::handle src,
 void copy_(Workers& workers, py::handle dst, py::handle src) {
   const Argument to = unpack("copy_", "dst", dst);
   const Argument from = unpack("copy_", "src", src);
-  from.expect(from.tensor.scalar_type() == to.tensor.scalar_type(), from.tensor.scalar_type(),
-              "dst's dtype (cast_ converts)");
+  if (from.tensor.scalar_type() != to.tensor.scalar_type())
+    from.refuse(from.tensor.scalar_type(), "dst's dtype (cast_ converts)");
   require_same_layout(to, to);
   require_same_layout(from, to);
   require_disjoint("copy_", range_of(to), range_of(from));
