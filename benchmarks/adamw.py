@@ -40,7 +40,12 @@ def cpu_name() -> str:
 Times = tuple[float, float]  # median and best, in milliseconds
 
 
-def measure(competitors: list[Competitor], rounds: int, repeat: int = 1) -> dict[str, Times]:
+def measure(
+    competitors: list[Competitor],
+    rounds: int,
+    repeat: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Times]:
     """Return each competitor's median and best time; the order turns from round to round."""
     times: dict[str, list[float]] = {name: [] for name, _ in competitors}
     for _, run in competitors:
@@ -48,10 +53,10 @@ def measure(competitors: list[Competitor], rounds: int, repeat: int = 1) -> dict
     for r in range(rounds):
         for i in range(len(competitors)):
             name, run = competitors[(i + r) % len(competitors)]
-            start = time.perf_counter()
+            start = clock()
             for _ in range(repeat):
                 run()
-            times[name].append((time.perf_counter() - start) / repeat * 1e3)
+            times[name].append((clock() - start) / repeat * 1e3)
     return {name: (statistics.median(taken), min(taken)) for name, taken in times.items()}
 
 
@@ -104,9 +109,12 @@ def deepspeed_adam(params: list[torch.nn.Parameter]) -> Any | None:
     return DeepSpeedCPUAdam(params, adamw_mode=True)
 
 
-def fp32_step(sizes: list[int], stick: list[Competitor], foreach: bool = True) -> list[Competitor]:
+def fp32_step(
+    sizes: list[int], workers: _C.Workers, stick: list[Competitor], foreach: bool = True
+) -> list[Competitor]:
     """Return plain fp32 optimizers, each with tensors of its own."""
-    competitors = [("autohete CPUAdamW", CPUAdamW(parameters(sizes)).step)]
+    ours = CPUAdamW(parameters(sizes), num_workers=workers.num_workers)
+    competitors: list[Competitor] = [("autohete CPUAdamW", ours.step)]
     competitors.append(("torch fused", torch.optim.AdamW(parameters(sizes), fused=True).step))
     if foreach:
         competitors.append(
@@ -132,7 +140,9 @@ def separate_passes(optimizer: Any, numel: int) -> Callable[[], None]:
     return step
 
 
-def one_pass(numel: int, workers: Any, out: bool = False, edits: bool = True) -> Callable[[], Any]:
+def one_pass(
+    numel: int, workers: _C.Workers, out: bool = False, edits: bool = True
+) -> Callable[[], Any]:
     """Return the kernel's own bf16 step: bf16 gradient in, bf16 copy out."""
     hyper = _C.AdamHyper(
         lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, grad_scale=0.5
@@ -144,7 +154,7 @@ def one_pass(numel: int, workers: Any, out: bool = False, edits: bool = True) ->
     return lambda: _C.adamw_(workers, [update], out=there)
 
 
-def half_step(numel: int, workers: Any, stick: list[Competitor]) -> list[Competitor]:
+def half_step(numel: int, workers: _C.Workers, stick: list[Competitor]) -> list[Competitor]:
     fused = torch.optim.AdamW(parameters([numel]), fused=True)
     competitors = [
         ("autohete, one pass", one_pass(numel, workers)),
@@ -155,14 +165,14 @@ def half_step(numel: int, workers: Any, stick: list[Competitor]) -> list[Competi
     return competitors + stick
 
 
-def in_and_out_of_place(numel: int, workers: Any) -> list[Competitor]:
+def in_and_out_of_place(numel: int, workers: _C.Workers) -> list[Competitor]:
     return [
         ("in place", one_pass(numel, workers, edits=False)),
         ("out of place", one_pass(numel, workers, out=True, edits=False)),
     ]
 
 
-def levels(numel: int, workers: Any) -> list[Competitor]:
+def levels(numel: int, workers: _C.Workers) -> list[Competitor]:
     hyper = _C.AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
     state: list[Tensor] = [torch.randn(numel), torch.zeros(numel), torch.zeros(numel)]
     update = (hyper, 3.0, torch.randn(numel), *state, None, None)
@@ -173,12 +183,12 @@ def levels(numel: int, workers: Any) -> list[Competitor]:
     return [(level, at(level)) for level in reversed(_C.cpu_features()["supported"])]
 
 
-def with_a_busy_core(numel: int, rounds: int) -> None:
+def with_a_busy_core(numel: int, rounds: int, workers: _C.Workers) -> None:
     """Measure while another process spins on one of the cores this one may use."""
     core = max(os.sched_getaffinity(0))
     spin = subprocess.Popen(["taskset", "-c", str(core), "sh", "-c", "while :; do :; done"])
     try:
-        medians = measure(fp32_step([numel], [], foreach=False), rounds, repeat=5)
+        medians = measure(fp32_step([numel], workers, [], foreach=False), rounds, repeat=5)
     finally:
         spin.kill()
         spin.wait()
@@ -191,30 +201,36 @@ def main() -> None:
     parser.add_argument("--numel", type=int, nargs="+", default=[10_000_000, 100_000_000])
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--yardstick", help="C++ source with s_r4w3(p, m, v, g, n, threads, 0)")
+    parser.add_argument(
+        "--alone",
+        action="store_true",
+        help="one thread, processor time instead of wall time: for machines that others use too",
+    )
     args = parser.parse_args()
-    workers = _C.Workers(_C.default_num_workers())
-    print(f"{cpu_name()}, {_C.cpu_features()}, torch {torch.__version__} with "
-          f"{torch.get_num_threads()} threads, load before: {os.getloadavg()[0]:.2f}")  # fmt: skip
+    clock = time.process_time if args.alone else time.perf_counter
+    if args.alone:
+        torch.set_num_threads(1)
+    workers = _C.Workers(1 if args.alone else _C.default_num_workers())
+    print(f"{cpu_name()}, {_C.cpu_features()}, {workers.num_workers} workers, torch "
+          f"{torch.__version__} with {torch.get_num_threads()} threads, "
+          f"load before: {os.getloadavg()[0]:.2f}")  # fmt: skip
+
+    def compare(title: str, competitors: list[Competitor], repeat: int = 1) -> None:
+        times = measure(competitors, args.rounds, repeat, clock)
+        table(title, times, ours=competitors[0][0])
+
     for numel in args.numel:
         stick = yardstick(args.yardstick, numel, workers.num_workers) if args.yardstick else []
-        table(f"{numel:,} parameters, fp32",
-              measure(fp32_step([numel], stick), args.rounds), "autohete CPUAdamW")  # fmt: skip
-        table(f"{numel:,} parameters, bf16 gradient and copy, fp32 master",
-              measure(half_step(numel, workers, stick), args.rounds),
-              "autohete, one pass")  # fmt: skip
-        table(f"{numel:,} parameters, bf16 gradient, in and out of place",
-              measure(in_and_out_of_place(numel, workers), args.rounds), "in place")  # fmt: skip
-    table("1000 tensors of 10,000, fp32",
-          measure(fp32_step([10_000] * 1000, []), args.rounds), "autohete CPUAdamW")  # fmt: skip
-    table("1000 tensors of 10, fp32",
-          measure(fp32_step([10] * 1000, []), args.rounds), "autohete CPUAdamW")  # fmt: skip
-    table("10,000,000 parameters by instruction set, fp32",
-          measure(levels(10_000_000, workers), args.rounds),
-          _C.cpu_features()["supported"][-1])  # fmt: skip
-    table("100,000 parameters (in cache) by instruction set, fp32",
-          measure(levels(100_000, workers), args.rounds, repeat=20),
-          _C.cpu_features()["supported"][-1])  # fmt: skip
-    with_a_busy_core(1_000_000, args.rounds)
+        size = f"{numel:,} parameters"
+        compare(f"{size}, fp32", fp32_step([numel], workers, stick))
+        compare(f"{size}, bf16 gradient and copy, fp32 master", half_step(numel, workers, stick))
+        compare(f"{size}, bf16 gradient, in and out of place", in_and_out_of_place(numel, workers))
+    compare("1000 tensors of 10,000, fp32", fp32_step([10_000] * 1000, workers, []))
+    compare("1000 tensors of 10, fp32", fp32_step([10] * 1000, workers, []))
+    compare("10,000,000 parameters by instruction set", levels(10_000_000, workers))
+    compare("100,000 parameters (in cache) by instruction set", levels(100_000, workers), repeat=20)
+    if not args.alone:
+        with_a_busy_core(1_000_000, args.rounds, workers)
     print(f"\nload after: {os.getloadavg()[0]:.2f}")
 
 
