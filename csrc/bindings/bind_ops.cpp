@@ -289,6 +289,14 @@ void copy_(Workers& workers, py::handle dst, py::handle src) {
   bump(to.tensor);
 }
 
+void for_each_tile(Workers& workers, std::size_t num_tiles, const py::function& body) {
+  py::gil_scoped_release release;
+  workers.for_each_tile(num_tiles, [&](std::size_t tile) {
+    const py::gil_scoped_acquire acquire;
+    body(tile);
+  });
+}
+
 py::dict cpu_features() {
   py::list supported;
   for (const CpuLevel level : supported_cpu_levels()) supported.append(cpu_level_name(level));
@@ -323,7 +331,9 @@ void bind_ops(py::module_& module) {
       .def_readonly("edited", &UpdateStats::edited);
   py::class_<Workers, std::shared_ptr<Workers>>(module, "Workers", "The CPU worker threads.")
       .def(py::init<int>(), py::arg("num_workers"))
-      .def_property_readonly("num_workers", &Workers::num_workers);
+      .def_property_readonly("num_workers", &Workers::num_workers)
+      .def("for_each_tile", &for_each_tile, py::arg("num_tiles"), py::arg("body"),
+           "Call body(tile) once for each tile, from several threads, and raise its first error.");
   module.def("default_num_workers", &default_num_workers,
              "min(affinity, cgroup quota) / local ranks, at least 1.");
   module.def("cpu_features", &cpu_features, "The instruction set in use and the CPUs allowed.");

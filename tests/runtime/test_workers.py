@@ -127,6 +127,60 @@ def test_threads_share_the_workers_and_each_gets_its_own_result() -> None:
     assert wrong == []
 
 
+@pytest.mark.parametrize("num_workers", [1, 2, 5])
+@pytest.mark.parametrize("num_tiles", [0, 1, 2, 200])
+def test_every_tile_runs_exactly_once(num_workers: int, num_tiles: int) -> None:
+    ran: list[int] = []
+    _C.Workers(num_workers).for_each_tile(num_tiles, ran.append)
+    assert sorted(ran) == list(range(num_tiles))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 5])
+def test_the_first_error_is_raised_no_tile_runs_after_it_and_the_workers_go_on(
+    num_workers: int,
+) -> None:
+    workers = _C.Workers(num_workers)
+    running: set[int] = set()
+    late: list[int] = []
+
+    def body(tile: int) -> None:
+        running.add(tile)
+        if tile == 7:
+            raise KeyError("tile seven")
+        running.discard(tile)
+
+    with pytest.raises(KeyError, match="tile seven"):
+        workers.for_each_tile(1000, body)
+    assert running == {7}  # those that had started have ended
+    workers.for_each_tile(50, late.append)
+    assert sorted(late) == list(range(50))
+
+
+def test_a_tile_may_use_the_workers_itself() -> None:
+    workers = _C.Workers(3)
+    ran: list[tuple[int, int]] = []
+    workers.for_each_tile(6, lambda i: workers.for_each_tile(6, lambda j: ran.append((i, j))))
+    assert sorted(ran) == [(i, j) for i in range(6) for j in range(6)]
+
+
+def test_a_caller_whose_workers_are_all_busy_does_its_tiles_itself() -> None:
+    workers = _C.Workers(2)
+    hold, held = threading.Event(), threading.Barrier(3)
+
+    def block(_: int) -> None:
+        held.wait()  # both threads of the workers are inside a tile
+        hold.wait()
+
+    blocker = threading.Thread(target=workers.for_each_tile, args=(2, block))
+    blocker.start()
+    held.wait()
+    ran: list[int] = []
+    workers.for_each_tile(20, ran.append)  # would never return if it waited for a worker
+    assert sorted(ran) == list(range(20))
+    hold.set()
+    blocker.join()
+
+
 FORK = """
 import os, torch
 from autohete import _C
