@@ -119,9 +119,9 @@ class CPUAdamW(Optimizer):
             group["decoupled_weight_decay"] = self.defaults["decoupled_weight_decay"]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class or of torch.optim.AdamW; fp32 state stays fp32 to the bit.
+        """Load a state dict of this class or of torch.optim.AdamW.
 
-        The tensors are copied: the state dict and this optimizer share no memory afterwards.
+        fp32 state stays fp32 to the bit. The tensors are copied: the state dict and this optimizer share no memory afterwards.
         """
         final: list[dict[str, Any]] = []
         hook = self.register_load_state_dict_pre_hook(lambda _, given: final.append(given))
@@ -155,8 +155,10 @@ class CPUAdamW(Optimizer):
         for group in self.param_groups:
             hyper = self._hyper(group)
             for param in group["params"]:
-                if param.grad is not None:
-                    updates.append(self._update(param, hyper, group["amsgrad"], copy_back))
+                grad = param.grad
+                if grad is not None:
+                    update = self._update(param, grad, hyper, group["amsgrad"], copy_back)
+                    updates.append(update)
         if updates:
             _C.adamw_(self._the_workers(), updates)
         for param, updated in copy_back:
@@ -185,12 +187,12 @@ class CPUAdamW(Optimizer):
     def _update(
         self,
         param: Tensor,
+        grad: Tensor,
         hyper: _C.AdamHyper,
         amsgrad: bool,
         copy_back: list[tuple[Tensor, Tensor]],
     ) -> tuple[Any, ...]:
         """Return the update as the native call takes it; odd layouts go through copies."""
-        grad = param.grad
         state = self.state[param]
         half = param.dtype != torch.float32
         if "step" not in state or (amsgrad and "max_exp_avg_sq" not in state):

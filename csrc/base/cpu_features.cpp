@@ -35,9 +35,12 @@ CpuLevel level_in_use() {
 
 const char* cpu_level_name(CpuLevel level) {
   switch (level) {
-    case CpuLevel::kScalar: return "scalar";
-    case CpuLevel::kAvx2: return "avx2";
-    case CpuLevel::kAvx512: return "avx512";
+    case CpuLevel::kScalar:
+      return "scalar";
+    case CpuLevel::kAvx2:
+      return "avx2";
+    case CpuLevel::kAvx512:
+      return "avx512";
   }
   return "unknown";
 }

@@ -1,12 +1,7 @@
 // Tensor operations of the kernels. Everything a caller can get wrong is checked here, once.
-//
-// Tensors are unpacked through torch's C interface: torch/extension.h would cost a minute to
-// compile.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <array>
@@ -18,103 +13,27 @@
 #include "csrc/base/check.h"
 #include "csrc/base/cpu_count.h"
 #include "csrc/base/cpu_features.h"
+#include "csrc/bindings/tensor_argument.h"
 #include "csrc/kernels/kernels.h"
 #include "csrc/runtime/workers.h"
 
-namespace py = pybind11;
-
 namespace autohete {
 namespace {
-
-// A tensor argument with the words to speak of it.
-struct Argument {
-  const char* where;
-  const char* name;
-  at::Tensor tensor;
-
-  template <typename Got>
-  void expect(bool condition, const Got& got, const char* wanted) const {
-    require(condition, where, ": ", name, " is ", got, ", expected ", wanted);
-  }
-};
-
-Argument unpack(const char* where, const char* name, py::handle object) {
-  require(THPVariable_Check(object.ptr()), where, ": ", name, " is ",
-          py::str(py::type::handle_of(object)).cast<std::string>(), ", expected a tensor");
-  Argument argument = {where, name, THPVariable_Unpack(object.ptr())};
-  const at::Tensor& tensor = argument.tensor;
-  argument.expect(tensor.device().is_cpu(), tensor.device().str(), "a tensor on cpu");
-  argument.expect(tensor.layout() == at::kStrided, tensor.layout(), "a dense (strided) tensor");
-  argument.expect(!tensor.unsafeGetTensorImpl()->is_python_dispatch(),
-                  "a wrapper without memory of its own", "a plain tensor");
-  return argument;
-}
-
-DType dtype_of(const Argument& argument) {
-  switch (argument.tensor.scalar_type()) {
-    case at::kFloat: return DType::kFloat32;
-    case at::kBFloat16: return DType::kBFloat16;
-    case at::kHalf: return DType::kFloat16;
-    default: break;
-  }
-  argument.expect(false, argument.tensor.scalar_type(), "float32, bfloat16 or float16");
-  return DType::kFloat32;
-}
-
-const float* fp32(const Argument& argument) {
-  argument.expect(argument.tensor.scalar_type() == at::kFloat, argument.tensor.scalar_type(),
-                  "float32");
-  return static_cast<const float*>(argument.tensor.const_data_ptr());
-}
-
-float* mutable_fp32(const Argument& argument) {
-  fp32(argument);
-  return static_cast<float*>(argument.tensor.mutable_data_ptr());
-}
-
-// Both are walked as flat memory, so element i of one must be element i of the other.
-void require_same_layout(const Argument& argument, const Argument& model) {
-  const at::Tensor &a = argument.tensor, &b = model.tensor;
-  require(a.sizes() == b.sizes(), argument.where, ": ",
-          argument.name, " has shape ", a.sizes(), ", expected ", model.name, "'s ", b.sizes());
-  const bool both_contiguous = a.is_contiguous() && b.is_contiguous();
-  require(both_contiguous || (a.is_non_overlapping_and_dense() && a.strides() == b.strides()),
-          argument.where, ": ", argument.name, " has strides ", a.strides(), ", expected dense ones "
-          "equal to ", model.name, "'s ", b.strides(), "; make it contiguous");
-}
-
-struct Range {
-  const char* begin;
-  const char* end;
-  const char* name;
-};
-
-Range range_of(const Argument& argument) {
-  const auto* begin = static_cast<const char*>(argument.tensor.const_data_ptr());
-  return {begin, begin + argument.tensor.nbytes(), argument.name};
-}
-
-void require_disjoint(const char* where, const Range& a, const Range& b) {
-  require(a.end <= b.begin || b.end <= a.begin, where, ": ", a.name, " overlaps ", b.name,
-          ", expected separate memory");
-}
-
-// Written behind autograd's back, so it has to be told, as an in-place operation would.
-void bump(const at::Tensor& tensor) {
-  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-}
 
 // The update's step number: a number, or a 0-dim tensor that will hold it.
 double next_step(const char* where, py::handle step, std::vector<at::Tensor>& counters) {
   if (!THPVariable_Check(step.ptr())) return step.cast<double>();
   const Argument argument = unpack(where, "step", step);
   const at::Tensor& tensor = argument.tensor;
-  argument.expect(tensor.numel() == 1, tensor.sizes(), "one number");
+  if (tensor.numel() != 1) argument.refuse(tensor.sizes(), "one number");
   const auto dtype = tensor.scalar_type();
-  argument.expect(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kLong, dtype,
-                  "float32, float64 or int64");
+  if (dtype != at::kFloat && dtype != at::kDouble && dtype != at::kLong)
+    argument.refuse(dtype, "float32, float64 or int64");
   counters.push_back(tensor);
-  return tensor.item<double>() + 1;
+  const void* value = tensor.const_data_ptr();  // item() would go through the dispatcher
+  if (dtype == at::kFloat) return *static_cast<const float*>(value) + 1.0;
+  if (dtype == at::kDouble) return *static_cast<const double*>(value) + 1.0;
+  return static_cast<double>(*static_cast<const std::int64_t*>(value)) + 1.0;
 }
 
 // From 2^24 on a float32 cannot count any further; the same tensor goes on in float64.
@@ -183,7 +102,7 @@ struct AdamCall {
     if (!update[7].is_none()) {
       const Argument half = unpack(kWhere, "half", update[7]);
       span.half_dtype = dtype_of(half);
-      half.expect(span.half_dtype != DType::kFloat32, "float32", "bfloat16 or float16");
+      if (span.half_dtype == DType::kFloat32) half.refuse("float32", "bfloat16 or float16");
       require_same_layout(half, param);
       span.half_in = half.tensor.const_data_ptr();
       span.half_out = half.tensor.mutable_data_ptr();
@@ -238,8 +157,8 @@ UpdateStats squared_norm_(Workers& workers, py::handle values,
                           const std::optional<std::string>& level_name) {
   const Argument argument = unpack("squared_norm", "values", values);
   const DType dtype = dtype_of(argument);
-  argument.expect(argument.tensor.is_non_overlapping_and_dense(), argument.tensor.strides(),
-                  "dense strides");
+  if (!argument.tensor.is_non_overlapping_and_dense())
+    argument.refuse(argument.tensor.strides(), "dense strides");
   const CpuLevel level = level_from(level_name, "squared_norm");
   py::gil_scoped_release release;
   return squared_norm(argument.tensor.const_data_ptr(), dtype, argument.tensor.numel(), workers,
@@ -266,8 +185,8 @@ void cast_(Workers& workers, py::handle dst, py::handle src,
 void copy_(Workers& workers, py::handle dst, py::handle src) {
   const Argument to = unpack("copy_", "dst", dst);
   const Argument from = unpack("copy_", "src", src);
-  from.expect(from.tensor.scalar_type() == to.tensor.scalar_type(), from.tensor.scalar_type(),
-              "dst's dtype (cast_ converts)");
+  if (from.tensor.scalar_type() != to.tensor.scalar_type())
+    from.refuse(from.tensor.scalar_type(), "dst's dtype (cast_ converts)");
   require_same_layout(to, to);
   require_same_layout(from, to);
   require_disjoint("copy_", range_of(to), range_of(from));
@@ -277,6 +196,14 @@ void copy_(Workers& workers, py::handle dst, py::handle src) {
                workers);
   }
   bump(to.tensor);
+}
+
+void for_each_tile(Workers& workers, std::size_t num_tiles, const py::function& body) {
+  py::gil_scoped_release release;
+  workers.for_each_tile(num_tiles, [&](std::size_t tile) {
+    const py::gil_scoped_acquire acquire;
+    body(tile);
+  });
 }
 
 py::dict cpu_features() {
@@ -313,21 +240,25 @@ void bind_ops(py::module_& module) {
       .def_readonly("edited", &UpdateStats::edited);
   py::class_<Workers, std::shared_ptr<Workers>>(module, "Workers", "The CPU worker threads.")
       .def(py::init<int>(), py::arg("num_workers"))
-      .def_property_readonly("num_workers", &Workers::num_workers);
+      .def_property_readonly("num_workers", &Workers::num_workers)
+      .def("for_each_tile", &for_each_tile, py::arg("num_tiles"), py::arg("body"),
+           "Call body(tile) once for each tile, from several threads, and raise its first error.");
   module.def("default_num_workers", &default_num_workers,
              "min(affinity, cgroup quota) / local ranks, at least 1.");
   module.def("cpu_features", &cpu_features, "The instruction set in use and the CPUs allowed.");
   module.def("cgroup_cpu_quota", &cgroup_cpu_quota, py::arg("root") = "");
   module.def("cpus_for_rank", &cpus_for_rank, py::arg("affinity"), py::arg("quota"),
              py::arg("local_world_size") = nullptr);
-  module.def("adamw_", &adamw_, py::arg("workers"), py::arg("updates"),
-             py::arg("out") = py::none(), py::arg("level") = py::none(),
-             "Apply updates, each (hyper, step, grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq or "
-             "None, half or None). A step that is a tensor counts up and holds the new number. "
-             "With out, a list of (param, exp_avg, exp_avg_sq[, max_exp_avg_sq]), new values go "
-             "there and the old ones stay.");
+  module.def(
+      "adamw_", &adamw_, py::arg("workers"), py::arg("updates"), py::arg("out") = py::none(),
+      py::arg("level") = py::none(),
+      "Apply updates, each (hyper, step, grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq or "
+      "None, half or None). A step that is a tensor counts up and holds the new number. "
+      "With out, a list of (param, exp_avg, exp_avg_sq[, max_exp_avg_sq]), new values go "
+      "there and the old ones stay.");
   module.def("squared_norm", &squared_norm_, py::arg("workers"), py::arg("values"),
-             py::arg("level") = py::none(), "Sum of squares in double, and whether all are finite.");
+             py::arg("level") = py::none(),
+             "Sum of squares in double, and whether all are finite.");
   module.def("cast_", &cast_, py::arg("workers"), py::arg("dst"), py::arg("src"),
              py::arg("level") = py::none(), "Convert src into dst, rounding to nearest even.");
   module.def("copy_", &copy_, py::arg("workers"), py::arg("dst"), py::arg("src"),

@@ -20,11 +20,11 @@ namespace autohete {
 // The hyper-parameters as the loop needs them, each computed in double from the values and the
 // step number alone and rounded to float once.
 struct AdamCoefficients {
-  float grad_scale;      // negative when maximizing
-  float l2;              // weight decay added to the gradient; 0 when decoupled
+  float grad_scale;  // negative when maximizing
+  float l2;          // weight decay added to the gradient; 0 when decoupled
   float beta1, beta2;
   float one_minus_beta1, one_minus_beta2;
-  float decay;           // lr x decoupled weight decay
+  float decay;  // lr x decoupled weight decay
   float one_minus_decay;
   float step_size;       // lr / (1 - beta1^step)
   float inv_sqrt_bias2;  // 1 / sqrt(1 - beta2^step)

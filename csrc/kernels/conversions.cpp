@@ -12,7 +12,7 @@
 namespace autohete {
 namespace {
 
-constexpr std::size_t kTile = 128 * kBlock;  // adamw.cpp's, so that both sum in the same order
+constexpr std::size_t kTile = 256 * kBlock;  // adamw.cpp's, so that both sum in the same order
 
 struct NormTile {
   const void* values;

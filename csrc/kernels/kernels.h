@@ -13,9 +13,9 @@ class Workers;
 
 // By-products of one pass over the gradients as read (before grad_scale).
 struct UpdateStats {
-  double grad_sq_norm = 0;   // sum of squares, accumulated in double
-  bool non_finite = false;   // any gradient is inf or NaN
-  std::size_t edited = 0;    // values taken from half_in because they were not param_in rounded
+  double grad_sq_norm = 0;  // sum of squares, accumulated in double
+  bool non_finite = false;  // any gradient is inf or NaN
+  std::size_t edited = 0;   // values taken from half_in because they were not param_in rounded
 };
 
 // Applies every span. A span is cut into tiles over the workers; new values do not depend on the

@@ -27,9 +27,9 @@
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
 #endif
 // Defines `name`: the LevelTable of `loop`, a function void(Args&).
-#define AH_LEVELS(name, loop, Args)                          \
-  void loop##_scalar(Args& args) { loop(args); }             \
-  AH_TARGET_AVX2 void loop##_avx2(Args& args) { loop(args); } \
+#define AH_LEVELS(name, loop, Args)                               \
+  void loop##_scalar(Args& args) { loop(args); }                  \
+  AH_TARGET_AVX2 void loop##_avx2(Args& args) { loop(args); }     \
   AH_TARGET_AVX512 void loop##_avx512(Args& args) { loop(args); } \
   constexpr LevelTable<Args> name = {loop##_scalar, loop##_avx2, loop##_avx512};
 #else
