@@ -18,6 +18,7 @@ from autohete._C import (
 )
 from autohete.planning.make_plan import make_plan, minimum_gpu_mem
 from autohete.planning.profile_file import load_profile, save_profile
+from autohete.planning.simulate import simulate, write_trace
 from autohete.planning.sizes import format_bytes, parse_bytes
 from autohete.planning.strategies import STRATEGIES
 from autohete.planning.table import PlanRow, format_plan, plan_rows
@@ -26,7 +27,7 @@ __all__ = [
     "STRATEGIES", "ActivationRule", "Budgets", "HardwareProfile", "InfeasibleError", "Plan",
     "PlanRow", "Profile", "Tier", "UnitPlan", "UnitProfile", "device_peak_bytes", "format_bytes",
     "format_plan", "host_bytes", "lane_seconds", "load_profile", "make_plan", "minimum_gpu_mem",
-    "parse_bytes", "plan_rows", "save_profile",
+    "parse_bytes", "plan_rows", "save_profile", "simulate", "write_trace",
 ]
 
 Plan.__str__ = format_plan
