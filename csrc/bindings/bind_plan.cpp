@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "csrc/base/check.h"
 #include "csrc/plan/cost_model.h"
 #include "csrc/plan/formulation.h"
 #include "csrc/plan/order.h"
@@ -135,6 +136,13 @@ void bind_formulation(py::module_& module) {
       .def("objective", &objective, py::arg("goal"))
       .def("evaluate", &evaluate, py::arg("counts"))
       .def("counts_of", &counts_of, py::arg("values"))
+      .def(
+          "search",
+          [](const Formulation& formulation, Goal goal, double seconds) {
+            const SearchResult r = search(formulation, goal, SearchLimits{seconds});
+            return py::make_tuple(r.found, r.optimal, r.counts, r.objective);
+          },
+          py::arg("goal"), py::arg("seconds"))
       .def("rows", [](const Formulation& formulation) {
         // What solve() of autohete._glpk takes: each bound is variable - terms >= constant.
         std::vector<double> upper, values, row_lower;
@@ -158,6 +166,15 @@ void bind_formulation(py::module_& module) {
                         py::arg("row_starts") = row_starts, py::arg("columns") = columns,
                         py::arg("values") = values, py::arg("row_lower") = row_lower);
       });
+}
+
+Plan decode(const Profile& profile, const std::vector<SegmentCounts>& counts, int window,
+            bool spread) {
+  const std::vector<Segment> segments = segments_of(profile);
+  require(counts.size() == segments.size(), "decode_plan: it got ", counts.size(),
+          " counts, expected one for each of the ", segments.size(), " runs of equal units");
+  return decode_plan(profile, segments, counts, window,
+                     spread ? Spacing::kSpread : Spacing::kTrailing);
 }
 
 void bind_simulator(py::module_& module) {
@@ -217,6 +234,8 @@ void bind_planner(py::module_& module) {
         return formulate(profile, budgets, options);
       },
       py::arg("profile"), py::arg("budgets"), py::arg("options"));
+  module.def("decode_plan", &decode, py::arg("profile"), py::arg("counts"), py::arg("window"),
+             py::kw_only(), py::arg("spread") = false);
   module.def("predict_plan", &predict_plan, py::arg("profile"), py::arg("plan"),
              py::arg("policy"));
   module.def("require_within", &require_within, py::arg("profile"), py::arg("plan"),
