@@ -267,10 +267,9 @@ class Builder {
 
   void add_backward(int g) {
     const double n = segment(g).count, f = seconds(g).forward, b = seconds(g).backward;
-    const double device_update = seconds(g).device_update, download = seconds(g).download;
+    const double download = seconds(g).download;
     const SegmentVariables& v = of_[g];
-    at_least(v.backward,
-             Expression().add(n * (b + device_update)).add(v.c, f).add(v.o, -device_update));
+    at_least(v.backward, Expression().add(n * b).add(v.c, f));
     at_least(v.backward, streaming(g));
     at_least(v.backward, streaming(g).add(n * b).add(v.o, -b));
     at_least(v.backward, Expression().add(v.o, download).add(-3 * download));
@@ -284,6 +283,7 @@ class Builder {
       const SegmentVariables& v = of_[g];
       const UnitSeconds& s = seconds(g);
       compute.add(v.forward, m).add(v.backward, m);
+      compute.add(segment(g).count * s.device_update).add(v.o, -s.device_update);
       cpu.add(v.o, s.cpu_update);
       d2h.add(v.o, m * s.download);
       h2d.add(v.o, s.upload_update).add(v.p, 2 * m * s.upload - s.upload_update);

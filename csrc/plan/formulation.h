@@ -23,8 +23,8 @@
 // Time rows (f, b forward and backward, H upload, D download, U and A update on CPU and device;
 // m accumulation steps; w window; one-machine bounds "released here, due there"):
 //   F >= n f;              F >= (p-w)H;   F >= (n-o) f + (p-w)H
-//   B >= n(b+A)+c f-o A;   B >= (p-w)H;   B >= (n-o) b + (p-w)H;   B >= (o-3)D
-//   T >= m sum(F+B);  T >= sum o U;  T >= m sum o D;  T >= sum[(o-p)H' + 2 m p H - w H z]
+//   B >= n b + c f;        B >= (p-w)H;   B >= (n-o) b + (p-w)H;   B >= (o-3)D
+//   T >= m sum(F+B) + sum (n-o)A;  T >= sum o U;  T >= m sum o D;  T >= sum[(o-p)H' + 2 m p H - w H z]
 //   and, for each segment with something to update, its own loop backward -> D2H -> update -> H2D
 //   -> forward, behind the work of earlier segments. Ungated (updates start during backward):
 //     X in {U, H'}, X' the other:

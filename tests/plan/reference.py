@@ -125,9 +125,9 @@ def formula_seconds(profile: _C.Profile, counts: list[tuple[int, int, int]], *, 
         c, p, o = counts[g]
         stream = (p - window) * s[g].H
         F.append(max(0, n[g] * s[g].f, stream, (n[g] - o) * s[g].f + stream))
-        B.append(max(0, n[g] * (s[g].b + s[g].A) + c * s[g].f - o * s[g].A, stream,
+        B.append(max(0, n[g] * s[g].b + c * s[g].f, stream,
                      (n[g] - o) * s[g].b + stream, (o - 3) * s[g].D))
-    bounds = [m * (sum(F) + sum(B)),
+    bounds = [m * (sum(F) + sum(B)) + sum((n[g] - counts[g][2]) * s[g].A for g in every),
               sum(counts[g][2] * s[g].U for g in every),
               m * sum(counts[g][2] * s[g].D for g in every),
               sum((counts[g][2] - counts[g][1]) * s[g].Hu + 2 * m * counts[g][1] * s[g].H
