@@ -417,6 +417,13 @@ std::vector<double> evaluate(const Formulation& formulation,
   return values;
 }
 
+bool within_budgets(const Formulation& formulation, const std::vector<double>& values) {
+  const auto below = [&](int variable) {
+    return values[variable] <= formulation.variables[variable].upper + 1e-13;
+  };
+  return below(formulation.device) && below(formulation.host);
+}
+
 std::vector<SegmentCounts> counts_of(const Formulation& formulation,
                                      const std::vector<double>& values) {
   AH_ASSERT(values.size() == formulation.variables.size());

@@ -99,6 +99,10 @@ std::vector<double> objective(const Formulation& formulation, Goal goal);
 std::vector<double> evaluate(const Formulation& formulation,
                              const std::vector<SegmentCounts>& counts);
 
+// True when evaluated values are within the budgets, rounding of sums forgiven (a tenth of a byte in
+// a terabyte).
+bool within_budgets(const Formulation& formulation, const std::vector<double>& values);
+
 // Counts from a solver's values, rounded to integers.
 std::vector<SegmentCounts> counts_of(const Formulation& formulation,
                                      const std::vector<double>& values);

@@ -22,7 +22,7 @@ std::size_t minimum(const Profile& profile, const Budgets& budgets, const Planne
   const bool device = goal == Goal::kDeviceBytes;
   const double bytes = device ? values[formulation.device] * formulation.device_scale
                               : values[formulation.host] * formulation.host_scale;
-  return static_cast<std::size_t>(std::ceil(bytes * (1 + 1e-12)));
+  return static_cast<std::size_t>(std::ceil(bytes * (1 - 1e-13)));  // no byte more for rounding
 }
 
 std::string smallest(const char* name, std::size_t bytes, const char* given) {

@@ -24,6 +24,8 @@ class Climber {
   }
 
   Plan climb(const std::vector<SegmentCounts>& start) {
+    best_.counts.resize(start.size());
+    if (fits(best_.counts)) return decode();  // all on the device
     best_.counts = start;
     attempt({start, Spacing::kTrailing});
     attempt({start, Spacing::kSpread});
@@ -33,11 +35,14 @@ class Climber {
       while (!spent() && try_neighbours(stride)) {
       }
     }
-    return decode_plan(profile_, formulation_.segments, best_.counts, options_.window,
-                       best_.spacing);
+    return decode();
   }
 
  private:
+  Plan decode() const {
+    return decode_plan(profile_, formulation_.segments, best_.counts, options_.window,
+                       best_.spacing);
+  }
   bool spent() const { return simulations_ >= options_.max_simulations; }
 
   // All single moves of `stride` from the best; true when one of them was better.
@@ -98,9 +103,7 @@ class Climber {
     candidate.counts[g].recompute = low;
   }
   bool fits(const std::vector<SegmentCounts>& counts) const {
-    const std::vector<double> values = evaluate(formulation_, counts);
-    return values[formulation_.device] <= formulation_.variables[formulation_.device].upper &&
-           values[formulation_.host] <= formulation_.variables[formulation_.host].upper;
+    return within_budgets(formulation_, evaluate(formulation_, counts));
   }
 
   static std::vector<int> signature(const Candidate& candidate) {
