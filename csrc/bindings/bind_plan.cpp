@@ -30,6 +30,7 @@ void bind_data(py::module_& module) {
       .value("RECOMPUTE", ActivationRule::kRecompute);
   py::class_<UnitProfile>(module, "UnitProfile")
       .def(py::init<>())
+      .def(py::init<const UnitProfile&>(), py::arg("other"))  // a copy
       .def_readwrite("name", &UnitProfile::name)
       .def_readwrite("kind", &UnitProfile::kind)
       .def_readwrite("num_parameters", &UnitProfile::num_parameters)
@@ -46,6 +47,7 @@ void bind_data(py::module_& module) {
       .def_readwrite("can_recompute", &UnitProfile::can_recompute);
   py::class_<HardwareProfile>(module, "HardwareProfile")
       .def(py::init<>())
+      .def(py::init<const HardwareProfile&>(), py::arg("other"))  // a copy
       .def_readwrite("h2d_bytes_per_second", &HardwareProfile::h2d_bytes_per_second)
       .def_readwrite("d2h_bytes_per_second", &HardwareProfile::d2h_bytes_per_second)
       .def_readwrite("link_latency_seconds", &HardwareProfile::link_latency_seconds)
@@ -59,6 +61,7 @@ void bind_data(py::module_& module) {
       .def_readwrite("compute_share_during_cpu", &HardwareProfile::compute_share_during_cpu);
   py::class_<Profile>(module, "Profile")
       .def(py::init<>())
+      .def(py::init<const Profile&>(), py::arg("other"))  // a copy
       .def_readwrite("units", &Profile::units)
       .def_readwrite("hardware", &Profile::hardware)
       .def_readwrite("fixed_device_bytes", &Profile::fixed_device_bytes)
@@ -76,6 +79,7 @@ void bind_data(py::module_& module) {
 void bind_plan_data(py::module_& module) {
   py::class_<UnitPlan>(module, "UnitPlan")
       .def(py::init<>())
+      .def(py::init<const UnitPlan&>(), py::arg("other"))  // a copy
       .def_readwrite("parameters", &UnitPlan::parameters)
       .def_readwrite("gradients", &UnitPlan::gradients)
       .def_readwrite("optimizer_state", &UnitPlan::optimizer_state)
@@ -86,6 +90,7 @@ void bind_plan_data(py::module_& module) {
       });
   py::class_<Plan>(module, "Plan")
       .def(py::init<>())
+      .def(py::init<const Plan&>(), py::arg("other"))  // a copy
       .def_readwrite("units", &Plan::units)
       .def_readwrite("strategy", &Plan::strategy)
       .def_readwrite("window", &Plan::window)
@@ -224,6 +229,8 @@ void bind_planner(py::module_& module) {
     }
   });
   module.def("validate_profile", py::overload_cast<const Profile&>(&validate), py::arg("profile"));
+  module.def("validate_hardware", py::overload_cast<const HardwareProfile&>(&validate),
+             py::arg("hardware"));
   module.def("validate_plan", py::overload_cast<const Profile&, const Plan&>(&validate),
              py::arg("profile"), py::arg("plan"));
   module.def(
