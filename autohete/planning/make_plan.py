@@ -5,7 +5,7 @@ from __future__ import annotations
 from autohete import _C
 from autohete.planning.sizes import parse_bytes
 from autohete.planning.solve import solve
-from autohete.planning.strategies import STRATEGIES
+from autohete.planning.strategies import STRATEGIES, plan_strategy
 
 Size = int | float | str
 _UNLIMITED = 2**53
@@ -46,7 +46,9 @@ def make_plan(
     )
     options = _C.PlannerOptions(window=window, gated=gated)
     _C.validate_profile(profile)
-    return solve(profile, budgets, options, solver=solver, seconds=seconds)
+    if strategy == "autohete":
+        return solve(profile, budgets, options, solver=solver, seconds=seconds)
+    return plan_strategy(strategy, profile, budgets, options)
 
 
 def minimum_gpu_mem(

@@ -27,10 +27,13 @@ _UNIT_FIELDS: dict[str, type] = {
 _HARDWARE_FIELDS: dict[str, type] = {
     "h2d_bytes_per_second": float, "d2h_bytes_per_second": float, "link_latency_seconds": float,
     "cpu_params_per_second": float, "device_params_per_second": float,
+    "h2d_share_during_d2h": float, "d2h_share_during_h2d": float,
+    "copy_share_during_cpu": float, "cpu_share_during_copy": float,
+    "cpu_share_during_compute": float, "compute_share_during_cpu": float,
 }
 _PROFILE_FIELDS: dict[str, type] = {
     "fixed_device_bytes": int, "fixed_host_bytes": int, "gradient_accumulation_steps": int,
-    "chunk_bytes": int,
+    "gradients_persist": bool, "chunk_bytes": int,
 }
 _PLAN_FIELDS: dict[str, type] = {
     "strategy": str, "window": int, "chunk_bytes": int, "step_seconds": float,

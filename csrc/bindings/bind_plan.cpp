@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "csrc/base/check.h"
 #include "csrc/plan/cost_model.h"
 #include "csrc/plan/formulation.h"
 #include "csrc/plan/order.h"
@@ -9,6 +10,7 @@
 #include "csrc/plan/planner.h"
 #include "csrc/plan/search.h"
 #include "csrc/plan/segments.h"
+#include "csrc/plan/simulator.h"
 #include "csrc/plan/validate.h"
 
 namespace py = pybind11;
@@ -28,6 +30,7 @@ void bind_data(py::module_& module) {
       .value("RECOMPUTE", ActivationRule::kRecompute);
   py::class_<UnitProfile>(module, "UnitProfile")
       .def(py::init<>())
+      .def(py::init<const UnitProfile&>(), py::arg("other"))  // a copy
       .def_readwrite("name", &UnitProfile::name)
       .def_readwrite("kind", &UnitProfile::kind)
       .def_readwrite("num_parameters", &UnitProfile::num_parameters)
@@ -44,18 +47,27 @@ void bind_data(py::module_& module) {
       .def_readwrite("can_recompute", &UnitProfile::can_recompute);
   py::class_<HardwareProfile>(module, "HardwareProfile")
       .def(py::init<>())
+      .def(py::init<const HardwareProfile&>(), py::arg("other"))  // a copy
       .def_readwrite("h2d_bytes_per_second", &HardwareProfile::h2d_bytes_per_second)
       .def_readwrite("d2h_bytes_per_second", &HardwareProfile::d2h_bytes_per_second)
       .def_readwrite("link_latency_seconds", &HardwareProfile::link_latency_seconds)
       .def_readwrite("cpu_params_per_second", &HardwareProfile::cpu_params_per_second)
-      .def_readwrite("device_params_per_second", &HardwareProfile::device_params_per_second);
+      .def_readwrite("device_params_per_second", &HardwareProfile::device_params_per_second)
+      .def_readwrite("h2d_share_during_d2h", &HardwareProfile::h2d_share_during_d2h)
+      .def_readwrite("d2h_share_during_h2d", &HardwareProfile::d2h_share_during_h2d)
+      .def_readwrite("copy_share_during_cpu", &HardwareProfile::copy_share_during_cpu)
+      .def_readwrite("cpu_share_during_copy", &HardwareProfile::cpu_share_during_copy)
+      .def_readwrite("cpu_share_during_compute", &HardwareProfile::cpu_share_during_compute)
+      .def_readwrite("compute_share_during_cpu", &HardwareProfile::compute_share_during_cpu);
   py::class_<Profile>(module, "Profile")
       .def(py::init<>())
+      .def(py::init<const Profile&>(), py::arg("other"))  // a copy
       .def_readwrite("units", &Profile::units)
       .def_readwrite("hardware", &Profile::hardware)
       .def_readwrite("fixed_device_bytes", &Profile::fixed_device_bytes)
       .def_readwrite("fixed_host_bytes", &Profile::fixed_host_bytes)
       .def_readwrite("gradient_accumulation_steps", &Profile::gradient_accumulation_steps)
+      .def_readwrite("gradients_persist", &Profile::gradients_persist)
       .def_readwrite("chunk_bytes", &Profile::chunk_bytes);
   py::class_<Budgets>(module, "Budgets")
       .def(py::init([](std::size_t device, std::size_t host) { return Budgets{device, host}; }),
@@ -67,6 +79,7 @@ void bind_data(py::module_& module) {
 void bind_plan_data(py::module_& module) {
   py::class_<UnitPlan>(module, "UnitPlan")
       .def(py::init<>())
+      .def(py::init<const UnitPlan&>(), py::arg("other"))  // a copy
       .def_readwrite("parameters", &UnitPlan::parameters)
       .def_readwrite("gradients", &UnitPlan::gradients)
       .def_readwrite("optimizer_state", &UnitPlan::optimizer_state)
@@ -77,6 +90,7 @@ void bind_plan_data(py::module_& module) {
       });
   py::class_<Plan>(module, "Plan")
       .def(py::init<>())
+      .def(py::init<const Plan&>(), py::arg("other"))  // a copy
       .def_readwrite("units", &Plan::units)
       .def_readwrite("strategy", &Plan::strategy)
       .def_readwrite("window", &Plan::window)
@@ -94,10 +108,14 @@ void bind_formulation(py::module_& module) {
       .value("DEVICE_BYTES", Goal::kDeviceBytes)
       .value("HOST_BYTES", Goal::kHostBytes);
   py::class_<PlannerOptions>(module, "PlannerOptions")
-      .def(py::init([](int window, bool gated) { return PlannerOptions{window, gated}; }),
-           py::kw_only(), py::arg("window") = 2, py::arg("gated") = true)
+      .def(py::init([](int window, bool gated, int max_simulations) {
+             return PlannerOptions{window, gated, max_simulations};
+           }),
+           py::kw_only(), py::arg("window") = 2, py::arg("gated") = true,
+           py::arg("max_simulations") = 60)
       .def_readwrite("window", &PlannerOptions::window)
-      .def_readwrite("gated", &PlannerOptions::gated);
+      .def_readwrite("gated", &PlannerOptions::gated)
+      .def_readwrite("max_simulations", &PlannerOptions::max_simulations);
   py::class_<SegmentCounts>(module, "SegmentCounts")
       .def(py::init([](int recompute, int parameters, int state) {
              return SegmentCounts{recompute, parameters, state};
@@ -123,6 +141,13 @@ void bind_formulation(py::module_& module) {
       .def("objective", &objective, py::arg("goal"))
       .def("evaluate", &evaluate, py::arg("counts"))
       .def("counts_of", &counts_of, py::arg("values"))
+      .def(
+          "search",
+          [](const Formulation& formulation, Goal goal, double seconds) {
+            const SearchResult r = search(formulation, goal, SearchLimits{seconds});
+            return py::make_tuple(r.found, r.optimal, r.counts, r.objective);
+          },
+          py::arg("goal"), py::arg("seconds"))
       .def("rows", [](const Formulation& formulation) {
         // What solve() of autohete._glpk takes: each bound is variable - terms >= constant.
         std::vector<double> upper, values, row_lower;
@@ -148,6 +173,47 @@ void bind_formulation(py::module_& module) {
       });
 }
 
+Plan decode(const Profile& profile, const std::vector<SegmentCounts>& counts, int window,
+            bool spread) {
+  const std::vector<Segment> segments = segments_of(profile);
+  require(counts.size() == segments.size(), "decode_plan: it got ", counts.size(),
+          " counts, expected one for each of the ", segments.size(), " runs of equal units");
+  return decode_plan(profile, segments, counts, window,
+                     spread ? Spacing::kSpread : Spacing::kTrailing);
+}
+
+void bind_simulator(py::module_& module) {
+  py::class_<SimulationPolicy>(module, "SimulationPolicy")
+      .def(py::init<>())
+      .def_readwrite("gated", &SimulationPolicy::gated)
+      .def_readwrite("priority_order", &SimulationPolicy::priority_order)
+      .def_readwrite("iteration_barrier", &SimulationPolicy::iteration_barrier)
+      .def_readwrite("synchronous_moves", &SimulationPolicy::synchronous_moves)
+      .def_readwrite("preempt_downloads", &SimulationPolicy::preempt_downloads)
+      .def_readwrite("gradient_buffers", &SimulationPolicy::gradient_buffers)
+      .def_readwrite("steps", &SimulationPolicy::steps);
+  py::enum_<SimulatedLane>(module, "SimulatedLane")
+      .value("COMPUTE", SimulatedLane::kCompute)
+      .value("H2D", SimulatedLane::kH2d)
+      .value("D2H", SimulatedLane::kD2h)
+      .value("CPU", SimulatedLane::kCpu);
+  py::class_<SimulatedSpan>(module, "SimulatedSpan")
+      .def_readonly("lane", &SimulatedSpan::lane)
+      .def_readonly("unit", &SimulatedSpan::unit)
+      .def_readonly("what", &SimulatedSpan::what)
+      .def_readonly("start_seconds", &SimulatedSpan::start_seconds)
+      .def_readonly("end_seconds", &SimulatedSpan::end_seconds);
+  py::class_<Simulation>(module, "Simulation")
+      .def_readonly("step_seconds", &Simulation::step_seconds)
+      .def_readonly("first_step_seconds", &Simulation::first_step_seconds)
+      .def_readonly("compute_seconds", &Simulation::compute_seconds)
+      .def_readonly("spans", &Simulation::spans);
+  module.def("simulate", &simulate, py::call_guard<py::gil_scoped_release>(), py::arg("profile"),
+             py::arg("plan"), py::arg("policy") = SimulationPolicy{},
+             py::arg("keep_spans") = false);
+  module.def("policy_of", &policy_of, py::arg("strategy"));
+}
+
 void bind_planner(py::module_& module) {
   static py::exception<InfeasibleError> infeasible(module, "InfeasibleError", PyExc_ValueError);
   infeasible.attr("__doc__") = "No placement fits gpu_mem and cpu_mem.";
@@ -163,6 +229,8 @@ void bind_planner(py::module_& module) {
     }
   });
   module.def("validate_profile", py::overload_cast<const Profile&>(&validate), py::arg("profile"));
+  module.def("validate_hardware", py::overload_cast<const HardwareProfile&>(&validate),
+             py::arg("hardware"));
   module.def("validate_plan", py::overload_cast<const Profile&, const Plan&>(&validate),
              py::arg("profile"), py::arg("plan"));
   module.def(
@@ -173,7 +241,13 @@ void bind_planner(py::module_& module) {
         return formulate(profile, budgets, options);
       },
       py::arg("profile"), py::arg("budgets"), py::arg("options"));
-  module.def("finish_plan", &finish_plan, py::arg("profile"), py::arg("formulation"),
+  module.def("decode_plan", &decode, py::arg("profile"), py::arg("counts"), py::arg("window"),
+             py::kw_only(), py::arg("spread") = false);
+  module.def("predict_plan", &predict_plan, py::arg("profile"), py::arg("plan"),
+             py::arg("policy"));
+  module.def("require_within", &require_within, py::arg("profile"), py::arg("plan"),
+             py::arg("budgets"));
+  module.def("finish_plan", &finish_plan, py::call_guard<py::gil_scoped_release>(), py::arg("profile"), py::arg("formulation"),
              py::arg("counts"), py::arg("options"), py::arg("solver"));
   module.def(
       "search_plan",
@@ -225,6 +299,7 @@ void bind_plan(py::module_& module) {
   bind_data(module);
   bind_plan_data(module);
   bind_formulation(module);
+  bind_simulator(module);
   bind_planner(module);
   bind_cost_model(module);
 }

@@ -19,31 +19,61 @@ std::size_t sum_of_largest(std::vector<std::size_t> bytes, std::size_t how_many)
   return sum;
 }
 
-}  // namespace
+std::size_t saved_bytes(const UnitProfile& unit, const UnitPlan& placed) {
+  return placed.activations == ActivationRule::kRecompute ? unit.checkpoint_bytes
+                                                          : unit.activation_bytes;
+}
 
-std::size_t device_peak_bytes(const Profile& profile, const Plan& plan) {
-  validate(profile, plan);
-  std::size_t sum = profile.fixed_device_bytes, largest_offloaded = 0, widest = 0;
+std::size_t device_gradient_bytes(const UnitProfile& unit, const UnitPlan& placed) {
+  return placed.optimizer_state == Tier::kDevice ? unit.grad_bytes : 0;
+}
+
+// What does not come and go within a step.
+std::size_t always_on_device(const Profile& profile, const Plan& plan) {
+  std::size_t sum = profile.fixed_device_bytes, largest_offloaded = 0;
   std::vector<std::size_t> leaving;
   for (std::size_t i = 0; i < plan.units.size(); ++i) {
     const UnitProfile& unit = profile.units[i];
     const UnitPlan& placed = plan.units[i];
-    const bool recompute = placed.activations == ActivationRule::kRecompute;
     if (placed.parameters == Tier::kDevice) {
       sum += unit.param_bytes;
     } else {
       largest_offloaded = std::max(largest_offloaded, unit.param_bytes);
     }
     if (placed.optimizer_state == Tier::kDevice) {
-      sum += unit.state_bytes + unit.grad_bytes;
+      sum += unit.state_bytes;
     } else {
       leaving.push_back(unit.grad_bytes);
     }
-    sum += recompute ? unit.checkpoint_bytes : unit.activation_bytes;
-    widest = std::max(widest, unit.temporary_bytes + (recompute ? unit.activation_bytes : 0));
+    if (profile.gradients_persist) sum += device_gradient_bytes(unit, placed);
   }
   return sum + static_cast<std::size_t>(plan.window) * largest_offloaded +
-         sum_of_largest(std::move(leaving), kLeavingGradients) + widest;
+         sum_of_largest(std::move(leaving), kLeavingGradients);
+}
+
+// The most that comes and goes: at the backward visit of some unit.
+std::size_t largest_visit(const Profile& profile, const Plan& plan) {
+  std::size_t saved = 0, gradients = 0, largest = 0;
+  for (std::size_t i = 0; i < plan.units.size(); ++i) {
+    saved += saved_bytes(profile.units[i], plan.units[i]);
+  }
+  for (std::size_t i = plan.units.size(); i-- > 0;) {
+    const UnitProfile& unit = profile.units[i];
+    const UnitPlan& placed = plan.units[i];
+    if (!profile.gradients_persist) gradients += device_gradient_bytes(unit, placed);
+    const bool recompute = placed.activations == ActivationRule::kRecompute;
+    const std::size_t again = recompute ? unit.activation_bytes : 0;
+    largest = std::max(largest, saved + again + unit.temporary_bytes + gradients);
+    saved -= saved_bytes(unit, placed);
+  }
+  return largest;
+}
+
+}  // namespace
+
+std::size_t device_peak_bytes(const Profile& profile, const Plan& plan) {
+  validate(profile, plan);
+  return always_on_device(profile, plan) + largest_visit(profile, plan);
 }
 
 std::size_t host_bytes(const Profile& profile, const Plan& plan) {

@@ -9,14 +9,12 @@
 
 namespace autohete {
 
-// Upper bound of the device's peak, from what the engine allocates:
+// Upper bound of the device's peak, from what the engine allocates. There always:
 //   parameter blocks of units planned on the device + window slots of the largest offloaded block
-//   + optimizer state and gradients of units updated on the device
-//   + the three largest gradients that leave (one being computed, two leaving)
-//   + saved activations: all of a kept unit's, a recomputed unit's inputs
-//   + the largest temporaries of one unit, with its activations when it is recomputed
-//   + fixed_device_bytes.
-// A sum over things that need not coexist: safe, and exact where they do.
+//   + optimizer state (and, where they persist, gradients) of units updated on the device
+//   + the three largest gradients that leave (one being computed, two leaving) + fixed_device_bytes.
+// On top, the largest over the visits of backward: what earlier units saved, all the running
+// unit's activations and temporaries, gradients that have appeared.
 std::size_t device_peak_bytes(const Profile& profile, const Plan& plan);
 
 // Pinned and ordinary host memory: state and gradients of units updated on the host, their parameter

@@ -14,7 +14,7 @@ constexpr int kMaxSegmentsForTriples = 10;  // 220 rows; past it three of the wi
 
 // Indices of the variables of one segment.
 struct SegmentVariables {
-  int c, p, o, y, z, q, x, forward, backward;
+  int c, p, o, y, z, x, r, forward, backward;
 };
 
 // A linear expression under construction. A variable appears once (GLPK insists).
@@ -128,9 +128,10 @@ class Builder {
       SegmentVariables& v = of_[g];
       v.y = indicator("y" + tag, v.o, n);
       v.z = indicator("z" + tag, v.p, n);
-      v.q = indicator("q" + tag, v.c, n);
       v.x = new_variable("x" + tag, n);
       at_least(v.x, Expression().add(v.c, 1).add(v.o, 1).add(-n));
+      v.r = new_variable("r" + tag, 1);
+      at_least(v.r, Expression().add(v.c, 1).add(1 - n));
     }
   }
 
@@ -143,31 +144,72 @@ class Builder {
   void add_memory() {
     const int window = new_variable("window", kUnlimited);
     const int leaving = new_variable("leaving", kUnlimited);
-    const int widest = new_variable("widest", kUnlimited);
     out_.device = new_variable("device", device_units(budgets_.device_bytes));
     out_.host = new_variable("host", host_units(budgets_.host_bytes));
+    for (int g = 0; g < num_segments(); ++g) {
+      const double slots = options_.window * device_units(segment(g).unit.param_bytes);
+      at_least(window, Expression().add(of_[g].z, slots));
+    }
     add_leaving_gradients(leaving);
-    Expression device, host;
-    device.add(device_units(profile_.fixed_device_bytes));
-    device.add(window, 1).add(leaving, 1).add(widest, 1);
+    const Expression base = always_on_device(window, leaving);
+    for (int g = 0; g < num_segments(); ++g) add_device_rows(g, base);
+    add_host_row();
+  }
+
+  Expression always_on_device(int window, int leaving) const {
+    Expression base;
+    base.add(device_units(profile_.fixed_device_bytes)).add(window, 1).add(leaving, 1);
+    for (int g = 0; g < num_segments(); ++g) {
+      const UnitProfile& u = segment(g).unit;
+      const double n = segment(g).count;
+      base.add(n * device_units(u.param_bytes)).add(of_[g].p, -device_units(u.param_bytes));
+      base.add(n * device_units(u.state_bytes)).add(of_[g].o, -device_units(u.state_bytes));
+      if (profile_.gradients_persist) base.add(device_gradients(g));
+    }
+    return base;
+  }
+  Expression device_gradients(int g) const {
+    const double bytes = device_units(segment(g).unit.grad_bytes);
+    return Expression().add(segment(g).count * bytes).add(of_[g].o, -bytes);
+  }
+  Expression saved(int g) const {
+    const UnitProfile& u = segment(g).unit;
+    const double kept = device_units(u.activation_bytes);
+    return Expression()
+        .add(segment(g).count * kept)
+        .add(of_[g].c, device_units(u.checkpoint_bytes) - kept);
+  }
+
+  void add_device_rows(int g, const Expression& base) {
+    const UnitProfile& u = segment(g).unit;
+    Expression first = base, last = base;
+    for (int h = 0; h < g; ++h) {
+      first.add(saved(h));
+      last.add(saved(h));
+    }
+    last.add(saved(g)).add(of_[g].r, device_units(u.activation_bytes));
+    first.add(device_units(u.activation_bytes + u.checkpoint_bytes));
+    first.add(device_units(u.temporary_bytes));
+    last.add(device_units(u.temporary_bytes));
+    if (!profile_.gradients_persist) {
+      for (int h = g; h < num_segments(); ++h) {
+        first.add(device_gradients(h));
+        if (h > g) last.add(device_gradients(h));
+      }
+      last.add(device_units(u.grad_bytes));
+      at_least(out_.device, first);
+    }
+    at_least(out_.device, last);
+  }
+
+  void add_host_row() {
+    Expression host;
     host.add(host_units(profile_.fixed_host_bytes));
     for (int g = 0; g < num_segments(); ++g) {
       const UnitProfile& u = segment(g).unit;
-      const SegmentVariables& v = of_[g];
-      const double n = segment(g).count;
-      const double persistent = device_units(u.state_bytes + u.grad_bytes);
-      const double activations = device_units(u.activation_bytes);
-      device.add(n * (device_units(u.param_bytes) + persistent + activations));
-      device.add(v.p, -device_units(u.param_bytes)).add(v.o, -persistent);
-      device.add(v.c, device_units(u.checkpoint_bytes) - activations);
-      host.add(v.o, host_units(u.state_bytes + u.grad_bytes + u.master_bytes));
-      host.add(v.p, host_units(u.param_bytes) - host_units(u.master_bytes));
-      at_least(window, Expression().add(v.z, options_.window * device_units(u.param_bytes)));
-      at_least(widest, Expression().add(device_units(u.temporary_bytes)));
-      at_least(widest,
-               Expression().add(v.q, device_units(u.temporary_bytes + u.activation_bytes)));
+      host.add(of_[g].o, host_units(u.state_bytes + u.grad_bytes + u.master_bytes));
+      host.add(of_[g].p, host_units(u.param_bytes) - host_units(u.master_bytes));
     }
-    at_least(out_.device, device);
     at_least(out_.host, host);
   }
 
@@ -225,10 +267,9 @@ class Builder {
 
   void add_backward(int g) {
     const double n = segment(g).count, f = seconds(g).forward, b = seconds(g).backward;
-    const double device_update = seconds(g).device_update, download = seconds(g).download;
+    const double download = seconds(g).download;
     const SegmentVariables& v = of_[g];
-    at_least(v.backward,
-             Expression().add(n * (b + device_update)).add(v.c, f).add(v.o, -device_update));
+    at_least(v.backward, Expression().add(n * b).add(v.c, f));
     at_least(v.backward, streaming(g));
     at_least(v.backward, streaming(g).add(n * b).add(v.o, -b));
     at_least(v.backward, Expression().add(v.o, download).add(-3 * download));
@@ -242,6 +283,7 @@ class Builder {
       const SegmentVariables& v = of_[g];
       const UnitSeconds& s = seconds(g);
       compute.add(v.forward, m).add(v.backward, m);
+      compute.add(segment(g).count * s.device_update).add(v.o, -s.device_update);
       cpu.add(v.o, s.cpu_update);
       d2h.add(v.o, m * s.download);
       h2d.add(v.o, s.upload_update).add(v.p, 2 * m * s.upload - s.upload_update);
@@ -373,6 +415,13 @@ std::vector<double> evaluate(const Formulation& formulation,
     values[bound.variable] = std::max(values[bound.variable], value);
   }
   return values;
+}
+
+bool within_budgets(const Formulation& formulation, const std::vector<double>& values) {
+  const auto below = [&](int variable) {
+    return values[variable] <= formulation.variables[variable].upper + 1e-13;
+  };
+  return below(formulation.device) && below(formulation.host);
 }
 
 std::vector<SegmentCounts> counts_of(const Formulation& formulation,

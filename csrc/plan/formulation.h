@@ -6,22 +6,25 @@
 // (rounded up when integer), computed in one pass in the order of the variables: evaluate().
 //
 // Variables per segment g of n identical units, all >= 0 (meaning of c, p, o: segments.h):
-//   c, p, o   integers;    y = [o > 0], z = [p > 0], q = [c > 0];    x >= c + o - n
+//   c, p, o   integers;   y = [o > 0], z = [p > 0];   x >= c + o - n;   r >= c - n + 1
 //   F, B      seconds of the segment's forward and backward, stalls for parameters included
 // and for the whole step:
-//   window, leaving, widest    bytes of the device's slots, gradients on their way, temporaries
-//   device, host               bytes;    T seconds of a step in the steady state
+//   window, leaving     bytes of the device's slots, and of gradients on their way out
+//   device, host        bytes;    T seconds of a step in the steady state
 //
-// Memory rows (a sum over things that need not coexist, so a safe upper bound; the sources of the
-// terms are the engine's own allocations, see cost_model.h):
-//   device >= fixed + sum[ P(n-p) + S(n-o) + G(n-o) + a(n-c) + k c ] + window + leaving + widest
-//   window >= w P z;   widest >= t, >= (t + a) q;   leaving >= every sum of three units' gradients
-//   host   >= fixed + sum[ (S + G) o + P p + master (o - p) ]
+// Memory rows. The device's peak is at a visit of backward; inside a segment the sum is convex in the
+// unit, so its two ends are enough (cost_model.h walks every unit and is never above these rows):
+//   window >= w P z;   leaving >= every sum of three units' gradients among segments with y
+//   base = fixed + window + leaving + sum[ P(n-p) + S(n-o) ]  (+ sum G(n-o) if gradients persist)
+//   last unit:   device >= base + earlier and own(a(n-c) + k c) + a r + t  (+ later G(n-o) + G)
+//   first unit:  device >= base + earlier(a(n-c) + k c) + a + k + t + later and own G(n-o)
+//                (bracketed terms, and this row, only where gradients do not persist)
+//   host >= fixed + sum[ (S + G) o + P p + master (o - p) ]
 // Time rows (f, b forward and backward, H upload, D download, U and A update on CPU and device;
 // m accumulation steps; w window; one-machine bounds "released here, due there"):
 //   F >= n f;              F >= (p-w)H;   F >= (n-o) f + (p-w)H
-//   B >= n(b+A)+c f-o A;   B >= (p-w)H;   B >= (n-o) b + (p-w)H;   B >= (o-3)D
-//   T >= m sum(F+B);  T >= sum o U;  T >= m sum o D;  T >= sum[(o-p)H' + 2 m p H - w H z]
+//   B >= n b + c f;        B >= (p-w)H;   B >= (n-o) b + (p-w)H;   B >= (o-3)D
+//   T >= m sum(F+B) + sum (n-o)A;  T >= sum o U;  T >= m sum o D;  T >= sum[(o-p)H' + 2 m p H - w H z]
 //   and, for each segment with something to update, its own loop backward -> D2H -> update -> H2D
 //   -> forward, behind the work of earlier segments. Ungated (updates start during backward):
 //     X in {U, H'}, X' the other:
@@ -48,7 +51,8 @@ namespace autohete {
 
 struct PlannerOptions {
   int window = 2;
-  bool gated = true;  // updates start at step(), after the whole backward
+  bool gated = true;         // updates start at step(), after the whole backward
+  int max_simulations = 60;  // to refine the formulation's plan (refine.h); 0: the plan as it is
 };
 
 struct Variable {
@@ -94,6 +98,10 @@ std::vector<double> objective(const Formulation& formulation, Goal goal);
 // Values of all variables for given counts (each auxiliary one as small as its bounds allow).
 std::vector<double> evaluate(const Formulation& formulation,
                              const std::vector<SegmentCounts>& counts);
+
+// True when evaluated values are within the budgets, rounding of sums forgiven (a tenth of a byte in
+// a terabyte).
+bool within_budgets(const Formulation& formulation, const std::vector<double>& values);
 
 // Counts from a solver's values, rounded to integers.
 std::vector<SegmentCounts> counts_of(const Formulation& formulation,

@@ -4,6 +4,7 @@
 
 #include "csrc/base/check.h"
 #include "csrc/plan/cost_model.h"
+#include "csrc/plan/refine.h"
 #include "csrc/plan/validate.h"
 
 namespace autohete {
@@ -21,7 +22,7 @@ std::size_t minimum(const Profile& profile, const Budgets& budgets, const Planne
   const bool device = goal == Goal::kDeviceBytes;
   const double bytes = device ? values[formulation.device] * formulation.device_scale
                               : values[formulation.host] * formulation.host_scale;
-  return static_cast<std::size_t>(std::ceil(bytes * (1 + 1e-12)));
+  return static_cast<std::size_t>(std::ceil(bytes * (1 - 1e-13)));  // no byte more for rounding
 }
 
 std::string smallest(const char* name, std::size_t bytes, const char* given) {
@@ -59,17 +60,34 @@ void require_feasible(const Profile& profile, const Budgets& budgets,
       device, host, binding);
 }
 
-Plan finish_plan(const Profile& profile, const Formulation& formulation,
-                 const std::vector<SegmentCounts>& counts, const PlannerOptions& options,
-                 const std::string& solver) {
-  Plan plan = decode_plan(profile, formulation.segments, counts, options.window);
-  plan.solver = solver;
-  plan.step_seconds =
-      evaluate(formulation, counts)[formulation.step] * formulation.time_scale;
+void predict_plan(const Profile& profile, Plan& plan, const SimulationPolicy& policy) {
+  plan.step_seconds = simulate(profile, plan, policy).step_seconds;
   plan.device_peak_bytes = device_peak_bytes(profile, plan);
   plan.host_bytes = host_bytes(profile, plan);
   plan.binding_lane = binding_lane(lane_seconds(profile, plan));
+}
+
+Plan finish_plan(const Profile& profile, const Formulation& formulation,
+                 const std::vector<SegmentCounts>& counts, const PlannerOptions& options,
+                 const std::string& solver) {
+  Plan plan = refine(profile, formulation, counts, options);
+  plan.solver = solver;
+  SimulationPolicy policy;
+  policy.gated = options.gated;
+  predict_plan(profile, plan, policy);
   return plan;
+}
+
+void require_within(const Profile& profile, const Plan& plan, const Budgets& budgets) {
+  const std::size_t device = device_peak_bytes(profile, plan), host = host_bytes(profile, plan);
+  const bool device_binds = device > budgets.device_bytes, host_binds = host > budgets.host_bytes;
+  if (!device_binds && !host_binds) return;
+  const char* binding = !host_binds ? "gpu_mem" : device_binds ? "gpu_mem and cpu_mem" : "cpu_mem";
+  throw InfeasibleError(
+      concat("make_plan: strategy '", plan.strategy, "' needs ", device, " bytes of gpu_mem and ",
+             host, " of cpu_mem, given ", budgets.device_bytes, " and ", budgets.host_bytes, "; ",
+             binding, " must grow, or use strategy 'autohete' or a smaller batch"),
+      device, host, binding);
 }
 
 Plan make_plan(const Profile& profile, const Budgets& budgets, const PlannerOptions& options,

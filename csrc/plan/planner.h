@@ -11,6 +11,7 @@
 #include "csrc/plan/formulation.h"
 #include "csrc/plan/plan.h"
 #include "csrc/plan/search.h"
+#include "csrc/plan/simulator.h"
 
 namespace autohete {
 
@@ -38,10 +39,16 @@ std::size_t minimum_host_bytes(const Profile& profile, std::size_t device_budget
 void require_feasible(const Profile& profile, const Budgets& budgets,
                       const PlannerOptions& options);
 
-// Counts -> plan, with predicted step time (the formulation's T), peak, host bytes and lane.
+// Fills the plan's predictions: simulated step time, peak, host bytes, lane that binds.
+void predict_plan(const Profile& profile, Plan& plan, const SimulationPolicy& policy);
+
+// Counts -> plan, refined by simulation (refine.h) and with its predictions.
 Plan finish_plan(const Profile& profile, const Formulation& formulation,
                  const std::vector<SegmentCounts>& counts, const PlannerOptions& options,
                  const std::string& solver);
+
+// Throws the InfeasibleError for a fixed placement (a strategy's) that needs more than the budgets.
+void require_within(const Profile& profile, const Plan& plan, const Budgets& budgets);
 
 // Validates, formulates, searches. Throws InfeasibleError; std::runtime_error when the limits ended
 // the search before any plan was found. Cost: see search.h.

@@ -9,7 +9,7 @@
 namespace autohete {
 namespace {
 
-constexpr double kSlack = 1e-11;  // of scaled quantities: rounding, far below one byte or one count
+constexpr double kSlack = 1e-11;  // of scaled costs: rounding, below what one count costs
 
 struct Box {
   std::vector<int> lower, upper;
@@ -46,7 +46,7 @@ class Intervals {
       high_[i] = box.upper[i];
     }
     propagate(0, memory_bounds_);
-    return below_upper(formulation_.device) && below_upper(formulation_.host);
+    return within_budgets(formulation_, low_);
   }
 
   // After fits(): a lower bound of the cost over the box.
@@ -58,10 +58,6 @@ class Intervals {
   }
 
  private:
-  bool below_upper(int variable) const {
-    return low_[variable] <= formulation_.variables[variable].upper + kSlack;
-  }
-
   void propagate(std::size_t begin, std::size_t end) {
     const int counts = formulation_.num_counts();
     for (std::size_t i = begin; i < end; ++i) {
@@ -194,9 +190,7 @@ class Search {
     std::copy(point.begin(), point.end(), values.begin());
     const std::vector<SegmentCounts> counts = counts_of(formulation_, values);
     values = evaluate(formulation_, counts);
-    for (const int limited : {formulation_.device, formulation_.host}) {
-      if (values[limited] > formulation_.variables[limited].upper + kSlack) return;
-    }
+    if (!within_budgets(formulation_, values)) return;
     double cost = 0;
     for (std::size_t i = 0; i < cost_.size(); ++i) cost += cost_[i] * values[i];
     if (cost >= result_.objective - kSlack) return;

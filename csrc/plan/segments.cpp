@@ -31,6 +31,13 @@ void finish_segment(Segment& segment) {
   segment.max_parameters = unit.can_offload_parameters ? segment.max_state : 0;
 }
 
+// Does the i-th of `state` trailing units (0 the first) also offload its parameters?
+bool parameters_leave(int i, int parameters, int state, Spacing spacing) {
+  if (spacing == Spacing::kTrailing) return i >= state - parameters;
+  return static_cast<long long>(i + 1) * parameters / state >
+         static_cast<long long>(i) * parameters / state;
+}
+
 }  // namespace
 
 double copy_seconds(std::size_t bytes, double bytes_per_second, const Profile& profile) {
@@ -76,7 +83,7 @@ std::vector<Segment> segments_of(const Profile& profile) {
 }
 
 Plan decode_plan(const Profile& profile, const std::vector<Segment>& segments,
-                 const std::vector<SegmentCounts>& counts, int window) {
+                 const std::vector<SegmentCounts>& counts, int window, Spacing spacing) {
   Plan plan;
   plan.window = window;
   plan.chunk_bytes = profile.chunk_bytes;
@@ -88,7 +95,9 @@ Plan decode_plan(const Profile& profile, const std::vector<Segment>& segments,
       const int trailing = i - (segments[g].count - state);
       if (trailing >= 0) {
         unit.gradients = unit.optimizer_state = Tier::kHost;
-        if (parameters_leave(trailing, parameters, state)) unit.parameters = Tier::kHost;
+        if (parameters_leave(trailing, parameters, state, spacing)) {
+          unit.parameters = Tier::kHost;
+        }
       }
       plan.units.push_back(unit);
     }

@@ -1,10 +1,11 @@
 // Units in forward order, grouped into runs of identical layers ("segments"), with each unit's work
 // in seconds. Three integers describe a segment's placement, so a plan is small to search:
 //   c leading units recompute, o trailing units keep optimizer state on the host, and p of those o
-//   (spread evenly, the last one always among them) keep parameters there too (p <= o).
+//   keep parameters there too (p <= o): the last p, or p spread evenly with the last among them.
 // Trailing: their gradients come first in backward and their parameters are needed last in the next
-// forward, so both the copy and the update hide (arXiv 2503.01890, section on offloading).
-// Spread: the uploads of the p units share the time of all units between them.
+// forward, so both the copy and the update hide (arXiv 2503.01890).
+// Spread: where a unit's upload takes longer than its compute, uploads of spread units also hide
+// behind the units between them.
 #pragma once
 
 #include <cstddef>
@@ -53,14 +54,10 @@ struct SegmentCounts {
   int state = 0;       // o
 };
 
+enum class Spacing { kTrailing, kSpread };
+
 // Counts -> placement of every unit, and window and chunk as given.
 Plan decode_plan(const Profile& profile, const std::vector<Segment>& segments,
-                 const std::vector<SegmentCounts>& counts, int window);
-
-// True when the i-th of `state` trailing units (0 the first) also offloads its parameters.
-constexpr bool parameters_leave(int i, int parameters, int state) {
-  return static_cast<long long>(i + 1) * parameters / state >
-         static_cast<long long>(i) * parameters / state;
-}
+                 const std::vector<SegmentCounts>& counts, int window, Spacing spacing);
 
 }  // namespace autohete

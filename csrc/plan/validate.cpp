@@ -21,6 +21,11 @@ void require_rate(const char* field, double value) {
           value, ", expected a finite rate > 0; measure the machine or state the rate");
 }
 
+void require_share(const char* field, double value) {
+  require(value > 0 && value <= 1, "profile.hardware: ", field, " is ", value,
+          ", expected above 0 and at most 1");
+}
+
 void require_bytes(const std::string& where, const char* field, std::size_t value) {
   require(value <= kMaxBytes, where, ": ", field, " is ", value, ", expected at most 2^53");
 }
@@ -45,17 +50,27 @@ void validate_unit(const UnitProfile& unit) {
 
 }  // namespace
 
+void validate(const HardwareProfile& hardware) {
+  require_rate("h2d_bytes_per_second", hardware.h2d_bytes_per_second);
+  require_rate("d2h_bytes_per_second", hardware.d2h_bytes_per_second);
+  require_rate("cpu_params_per_second", hardware.cpu_params_per_second);
+  require_rate("device_params_per_second", hardware.device_params_per_second);
+  require_seconds("profile.hardware", "link_latency_seconds",
+                  hardware.link_latency_seconds);
+  require_share("h2d_share_during_d2h", hardware.h2d_share_during_d2h);
+  require_share("d2h_share_during_h2d", hardware.d2h_share_during_h2d);
+  require_share("copy_share_during_cpu", hardware.copy_share_during_cpu);
+  require_share("cpu_share_during_copy", hardware.cpu_share_during_copy);
+  require_share("cpu_share_during_compute", hardware.cpu_share_during_compute);
+  require_share("compute_share_during_cpu", hardware.compute_share_during_cpu);
+}
+
 void validate(const Profile& profile) {
   require(!profile.units.empty(), "profile: units is empty, expected at least one unit");
   require(profile.units.size() <= kMaxUnits, "profile: it has ", profile.units.size(),
           " units, expected at most ", kMaxUnits);
   for (const UnitProfile& unit : profile.units) validate_unit(unit);
-  require_rate("h2d_bytes_per_second", profile.hardware.h2d_bytes_per_second);
-  require_rate("d2h_bytes_per_second", profile.hardware.d2h_bytes_per_second);
-  require_rate("cpu_params_per_second", profile.hardware.cpu_params_per_second);
-  require_rate("device_params_per_second", profile.hardware.device_params_per_second);
-  require_seconds("profile.hardware", "link_latency_seconds",
-                  profile.hardware.link_latency_seconds);
+  validate(profile.hardware);
   require_bytes("profile", "fixed_device_bytes", profile.fixed_device_bytes);
   require_bytes("profile", "fixed_host_bytes", profile.fixed_host_bytes);
   require(profile.chunk_bytes >= 1, "profile: chunk_bytes is 0, expected at least 1");

@@ -8,6 +8,7 @@ namespace autohete {
 // Throws std::invalid_argument naming the first field that is NaN, infinite, negative, zero where a
 // rate is needed, or so large that sums would lose exactness (2^53 bytes a unit).
 void validate(const Profile& profile);
+void validate(const HardwareProfile& hardware);
 void validate(const Budgets& budgets);
 
 // The plan has one entry per unit, host parameters only with host state, gradients where the state
