@@ -19,7 +19,7 @@ from buildtools.prerequisites import MissingPrerequisiteError
 
 ROOT = Path(__file__).resolve().parent.parent
 GLPK_SOURCE = "csrc/plan/planner_glpk.cpp"
-CUDA_SOURCE = "csrc/device/cuda_device.cpp"
+CUDA_SOURCES = "csrc/device/cuda_*.cpp"
 
 # No -march: kernels are compiled per instruction set and picked at run time. Without
 # -fno-math-errno sqrt does not vectorise; -ffp-contract=off keeps the instruction sets bit-equal.
@@ -36,16 +36,21 @@ CXX_FLAGS = [
 
 
 def core_sources() -> list[str]:
-    """All of csrc but the two files that need a library of their own."""
+    """All of csrc but the files that need a library of their own."""
     found = (str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cpp"))
-    return sorted(source for source in found if source not in (GLPK_SOURCE, CUDA_SOURCE))
+    return sorted(source for source in found if source not in (GLPK_SOURCE, *cuda_sources()))
+
+
+def cuda_sources() -> list[str]:
+    """The CUDA side of the device seam: host code that calls the CUDA runtime."""
+    return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(CUDA_SOURCES))
 
 
 def extensions() -> list[Extension]:
     """The modules by name; NativeBuild fills in how they are built."""
     modules = [Extension("autohete._C", core_sources(), language="c++")]
     if (ROOT / GLPK_SOURCE).exists():
-        modules.append(Extension("autohete._glpk", [GLPK_SOURCE], language="c++", optional=False))
+        modules.append(Extension("autohete._glpk", [GLPK_SOURCE], language="c++"))
     return modules
 
 
@@ -98,13 +103,13 @@ class NativeBuild(BuildExtension):
         import torch
 
         wanted = os.environ.get("AUTOHETE_CUDA", "1") != "0"
-        if not (wanted and torch.version.cuda and (ROOT / CUDA_SOURCE).exists()):
+        if not (wanted and torch.version.cuda and cuda_sources()):
             return
         self._cuda = cuda.find_cuda(torch.version.cuda)
         if self._cuda is None:
             print(f"autohete: {cuda.not_found_notice(torch.version.cuda)}", file=sys.stderr)
             return
-        extension.sources.append(CUDA_SOURCE)
+        extension.sources += cuda_sources()
         extension.extra_compile_args += [
             "-DAUTOHETE_WITH_CUDA",
             *_system_include(self._cuda.include_dir),

@@ -101,7 +101,11 @@ def copy_of_the_package(tmp_path: Path) -> Path:
 
 
 def import_native(package: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    code = "import autohete._native as n; print(n.__file__)"
+    # An editable install answers for autohete.* wherever the package came from: switched off.
+    code = (
+        "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f)]\n"
+        "import autohete._native as n; print(n.__file__)"
+    )
     return run(
         sys.executable, "-c", code, cwd=package.parent, PYTHONPATH=str(package.parent), **env
     )

@@ -1,7 +1,7 @@
 """The command group: which subcommands there are, and how errors end.
 
-Exit codes: 0 done; 1 a check or the work itself failed (the reason is on stderr); 2 the command line
-was wrong (click's own).
+Exit codes: 0 done; 1 a check or the work itself failed (the reason is on stderr); 2 the command
+line was wrong (click's own).
 """
 
 from __future__ import annotations
