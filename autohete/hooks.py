@@ -69,7 +69,8 @@ class HookedForward:
         return self._plain(memo.get(id(self.module), self.module))
 
     def __reduce__(self) -> Any:
-        return types.MethodType, (type(self.module).forward, self.module)
+        # Unpickled before the module's attributes are set, so this finds the class's own forward.
+        return getattr, (self.module, "forward")
 
 
 class UnitForward(HookedForward):

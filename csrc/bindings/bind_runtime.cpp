@@ -111,6 +111,15 @@ py::dict counters(TorchEngine& self) {
   return out;
 }
 
+// Residency and progress in words, see csrc/runtime/unit_state.h.
+py::tuple unit_state(TorchEngine& self, int unit) {
+  static constexpr const char* kResidency[] = {"host", "uploading", "resident", "computing"};
+  static constexpr const char* kProgress[] = {"idle", "leaving", "landed", "committed", "updating"};
+  const UnitState state = self.engine().state(unit);
+  return py::make_tuple(kResidency[static_cast<int>(state.residency)],
+                        kProgress[static_cast<int>(state.progress)]);
+}
+
 // (lane, unit, what, start_seconds, end_seconds, bytes) of everything since the last call.
 py::list take_timeline(TorchEngine& self) {
   py::list spans;
@@ -168,6 +177,7 @@ void bind_engine(py::module_& module) {
       .def("param_bytes", [](TorchEngine& s, int unit) { return s.unit(unit).param_bytes(); })
       .def("gradient_bytes", [](TorchEngine& s, int unit) { return s.unit(unit).gradient_bytes(); })
       .def("state_bytes", [](TorchEngine& s, int unit) { return s.unit(unit).state_bytes(); })
+      .def("unit_state", &unit_state)
       .def("counters", &counters)
       .def("record_timeline", [](TorchEngine& s, bool on) { s.engine().timeline().enable(on); })
       .def("take_timeline", &take_timeline);

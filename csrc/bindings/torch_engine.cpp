@@ -19,7 +19,12 @@ TorchEngine::TorchEngine(DeviceHandle handle, int num_workers)
       workers_(num_workers > 0 ? num_workers : default_num_workers()),
       copy_streams_{handle_.device->create_stream(CopyDirection::kHostToDevice),
                     handle_.device->create_stream(CopyDirection::kDeviceToHost)},
-      engine_(*handle_.device, *handle_.store, workers_) {}
+      engine_(*handle_.device, *handle_.store, workers_) {
+  engine_.set_wait_tick([] {
+    const pybind11::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();  // Ctrl-C
+  });
+}
 
 TorchEngine::~TorchEngine() = default;
 
@@ -144,7 +149,7 @@ void TorchEngine::release(int index) {
 
 void TorchEngine::send(int index) {
   TorchUnit& unit = *units_[index];
-  if (unit.plan().gradients != Tier::kHost) return;
+  if (unit.plan().gradients != Tier::kHost || !unit.has_unsent_gradients()) return;
   if (unit.gradients_leaving()) settle_gradients(index);
   std::vector<CopySegment> segments = unit.collect_gradients();
   if (!unit.gradients_leaving()) return;
@@ -251,7 +256,7 @@ void TorchEngine::commit(const std::vector<AdamHyper>& hypers) {
       unit.take_edits(copier());
       touched_[i] = false;
     }
-    if (unit.has_unsent_gradients()) send(i);
+    send(i);
     std::vector<AdamSpan> spans = unit.make_spans(hypers);
     if (spans.empty()) continue;
     NoGil no_gil;

@@ -1,6 +1,7 @@
 #include "csrc/runtime/engine.h"
 
 #include <algorithm>
+#include <chrono>
 #include <tuple>
 #include <utility>
 
@@ -65,11 +66,23 @@ BlockPtr Engine::device_block(const Unit& unit) const {
   return unit.slot >= 0 ? slots_[unit.slot].block : unit.blocks.params_device;
 }
 
+// Until ready, or a lane failed.
+template <typename Predicate>
+void Engine::wait_ticking(Lock& lock, Predicate ready) {
+  constexpr std::chrono::milliseconds kTick(100);
+  while (!changed_.wait_for(lock, kTick, [&] { return ready() || error_; })) {
+    if (!wait_tick_) continue;
+    lock.unlock();
+    wait_tick_();  // a throw leaves with the lock open, which its destructor knows
+    lock.lock();
+  }
+}
+
 template <typename Predicate>
 void Engine::wait(Lock& lock, double EngineCounters::* cause, int unit, Predicate ready) {
   if (ready() || error_) return;
   const double start = Timeline::now();
-  changed_.wait(lock, [&] { return ready() || error_ || stopping_; });
+  wait_ticking(lock, ready);
   const double end = Timeline::now();
   counters_.*cause += end - start;
   timeline_.add({Lane::kCompute, unit, "wait", start, end, 0});
@@ -83,9 +96,11 @@ BlockPtr Engine::acquire(int index, Direction direction) {
     return device_block(unit) ? device_block(unit) : newest_block(unit);
   }
   rethrow(lock);
-  position_ = waiting_ = index;
+  position_ = index;
+  waiting_ = index;
   direction_ = direction;
-  const auto done = std::unique_ptr<int, void (*)(int*)>(&waiting_, [](int* unit) { *unit = -1; });
+  const auto done = std::unique_ptr<std::atomic<int>, void (*)(std::atomic<int>*)>(
+      &waiting_, [](std::atomic<int>* unit) { *unit = -1; });
   wait(lock, &EngineCounters::wait_update_seconds, index,
        [&] { return unit.state.parameters_final(); });
   rethrow(lock);
@@ -362,8 +377,8 @@ void Engine::check() {
 
 void Engine::synchronize() {
   Lock lock(mutex_);
-  changed_.wait(lock, [&] {
-    return error_ || std::all_of(units_.begin(), units_.end(), [](const Unit& unit) {
+  wait_ticking(lock, [&] {
+    return std::all_of(units_.begin(), units_.end(), [](const Unit& unit) {
              return unit.state.parameters_final() && unit.state.progress != Progress::kLeaving &&
                     unit.state.residency != Residency::kUploading;
            });

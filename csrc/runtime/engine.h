@@ -9,6 +9,7 @@
 // mutex_ guards all members that say so.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -17,6 +18,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "csrc/device/device.h"
@@ -68,6 +70,10 @@ class Engine {
   // Replaces all units and slots. Call with nothing in flight (after synchronize()).
   // Throws OutOfMemory when the slots do not fit the device.
   void configure(std::vector<UnitBlocks> units, EngineOptions options);
+
+  // Called every tenth of a second while a method waits, without the lock; may throw to end the
+  // wait (the user's interrupt). Set before the first wait.
+  void set_wait_tick(std::function<void()> tick) { wait_tick_ = std::move(tick); }
 
   // 0 until configured.
   int num_units();
@@ -131,6 +137,8 @@ class Engine {
   BlockPtr newest_block(const Unit& unit) const;
   BlockPtr device_block(const Unit& unit) const;
   template <typename Predicate>
+  void wait_ticking(Lock& lock, Predicate ready);
+  template <typename Predicate>
   void wait(Lock& lock, double EngineCounters::* cause, int unit, Predicate ready);
   bool take_slot(int unit);
   void drop(Unit& unit);
@@ -141,6 +149,7 @@ class Engine {
   void fail(std::exception_ptr error);
   void rethrow(Lock& lock);
 
+  std::function<void()> wait_tick_;
   Device& device_;
   Store& store_;
   Workers& workers_;
@@ -154,7 +163,7 @@ class Engine {
   std::exception_ptr error_;
   Direction direction_ = Direction::kForward;
   int position_ = -1;  // the unit acquired last in this direction
-  int waiting_ = -1;   // the unit that acquire() waits for: its slot is not given away
+  std::atomic<int> waiting_{-1};  // the unit that acquire() waits for: its slot is not given away
   bool stopping_ = false;
   std::size_t chunk_bytes_ = 0;  // of the lanes; hook thread only
 

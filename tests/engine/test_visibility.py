@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
 from functools import partial
 
 import pytest
@@ -228,49 +229,59 @@ def test_a_gradient_kept_by_the_user_keeps_its_values():
         assert all(torch.equal(a, b) for a, b in zip(kept[step], expected[step], strict=True))
 
 
-def test_held_copies_stop_only_the_unit_concerned():
-    """The link is asynchronous: with uploads held, an evaluation runs up to the missing unit."""
-    model, optimizer = wrapped("state")
-    torch.manual_seed(7)
-    plain_loop(model, optimizer, 0)
-    model.synchronize()
-    tokens, targets = batch(1)
-    machine = model.run.side.machine
-    machine.hold(CopyDirection.HOST_TO_DEVICE)
-    loss = model(tokens, targets)  # parameters are on the device: no upload is needed
-    loss.backward()
-    optimizer.step()  # returns although no parameter can be refreshed
-    states = [model.run.engine.unit_state(i) for i in range(len(model.run.units))]
-    assert any(s != ("resident", "idle") for s in states)
-    machine.release_all(CopyDirection.HOST_TO_DEVICE)
-    model.synchronize()
-    assert all(
-        model.run.engine.unit_state(i) == ("resident", "idle") for i in range(len(model.run.units))
-    )
-    model.unwrap()
+LAST_BLOCK = 5  # unit index; units are positions, tokens, 4 blocks, norm, head
 
 
-def test_backward_goes_on_while_gradients_are_held():
+def test_backward_and_step_return_while_gradients_are_held():
     reference = train(wrap=None, steps=1)
-    model, optimizer = wrapped("state")
+    model, optimizer = wrapped({LAST_BLOCK: "state"})
     machine = model.run.side.machine
     torch.manual_seed(7)
-    tokens, targets = batch(0)
-    loss = model(tokens, targets)
     machine.hold(CopyDirection.DEVICE_TO_HOST)
-    started = machine.num_copies_ended(CopyDirection.DEVICE_TO_HOST)
-    # Two units' gradients may be on their way; the third waits. Take the last two units' backward.
-    hidden = []
-    model.module.blocks[3].register_full_backward_hook(lambda *a: hidden.append(True))
-    machine.release(CopyDirection.DEVICE_TO_HOST, 10_000)
-    loss.backward()
-    assert machine.num_copies_ended(CopyDirection.DEVICE_TO_HOST) >= started
+    model(*batch(0)).backward()
+    assert model.run.engine.unit_state(LAST_BLOCK)[1] == "leaving"
     optimizer.step()
+    optimizer.zero_grad()
+    assert model.run.engine.unit_state(LAST_BLOCK) == ("host", "committed")
+    first = model.module.blocks[0].qkv.weight
+    assert torch.equal(first, reference.model.blocks[0].qkv.weight), "other units are done"
     machine.release_all(CopyDirection.DEVICE_TO_HOST)
-    model.synchronize()
     for p, q in zip(model.parameters(), reference.model.parameters(), strict=True):
         assert torch.equal(p, q)
     model.unwrap()
+
+
+def test_compute_goes_on_while_copies_are_held_and_only_the_unit_concerned_waits():
+    model, optimizer = wrapped({LAST_BLOCK: "state"})
+    machine = model.run.side.machine
+    reached, ended = threading.Event(), threading.Event()
+    model.module.blocks[2].register_forward_hook(lambda *_: reached.set())
+
+    def second_step():
+        model(*batch(1))
+        ended.set()
+
+    plain_loop(model, optimizer, 0)
+    model.synchronize()
+    reached.clear()
+    machine.hold(CopyDirection.HOST_TO_DEVICE)  # the update will not reach the device
+    plain_backward(model, optimizer)
+    worker = threading.Thread(target=second_step)
+    reached.clear()
+    worker.start()
+    assert reached.wait(30), "the blocks before it computed"
+    assert not ended.is_set()
+    assert model.run.engine.unit_state(LAST_BLOCK)[0] in ("host", "uploading")
+    machine.release_all(CopyDirection.HOST_TO_DEVICE)
+    assert ended.wait(30), "and it goes on once its copy is let go"
+    worker.join()
+    model.unwrap()
+
+
+def plain_backward(model, optimizer):
+    model(*batch(0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("seed", range(8))
