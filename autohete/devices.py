@@ -66,7 +66,7 @@ class CudaSide:
             )
         index = device.index if device.index is not None else torch.cuda.current_device()
         self.torch_device = torch.device("cuda", index)
-        self.machine = _C.CudaMachine(index, gpu_mem, cpu_mem, pin, _warn_once)
+        self.machine = _C.CudaMachine(index, cpu_mem, pin, _warn_once)
         self.handle = self.machine.handle()
         fraction = gpu_mem / torch.cuda.get_device_properties(index).total_memory
         if fraction < 1:
