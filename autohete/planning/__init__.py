@@ -32,7 +32,8 @@ __all__ = [
     "PlanRow", "Profile", "Tier", "UnitPlan", "UnitProfile", "available_host_bytes",
     "describe_model", "device_peak_bytes", "find_machine", "format_bytes",
     "format_plan", "host_bytes", "lane_seconds", "load_profile", "make_plan", "measure_hardware",
-    "minimum_gpu_mem", "parse_bytes", "plan_for", "plan_rows", "profile_model", "save_profile", "simulate", "write_trace",
+    "minimum_gpu_mem", "parse_bytes", "plan_for", "plan_rows", "profile_model",
+    "save_profile", "simulate", "write_trace",
 ]
 
 # Loaded when first used: they bring in torch's fake tensors, which training does not need.
