@@ -19,6 +19,7 @@ from autohete._C import (
     host_bytes,
     lane_seconds,
 )
+from autohete.planning.compare import compare_strategies, format_comparison
 from autohete.planning.hardware import available_host_bytes, measure_hardware
 from autohete.planning.make_plan import make_plan, minimum_gpu_mem
 from autohete.planning.profile_file import load_profile, save_profile
@@ -30,9 +31,11 @@ from autohete.planning.table import PlanRow, format_plan, plan_rows
 __all__ = [
     "STRATEGIES", "ActivationRule", "Budgets", "HardwareProfile", "InfeasibleError", "Plan",
     "PlanRow", "Profile", "Tier", "UnitPlan", "UnitProfile", "available_host_bytes",
-    "describe_model", "device_peak_bytes", "find_machine", "format_bytes",
+    "compare_strategies", "describe_model", "device_peak_bytes", "find_machine", "format_bytes",
+    "format_comparison",
     "format_plan", "host_bytes", "lane_seconds", "load_profile", "make_plan", "measure_hardware",
-    "minimum_gpu_mem", "parse_bytes", "plan_for", "plan_rows", "profile_model", "save_profile", "simulate", "write_trace",
+    "minimum_gpu_mem", "parse_bytes", "plan_for", "plan_rows", "profile_model",
+    "save_profile", "simulate", "write_trace",
 ]
 
 # Loaded when first used: they bring in torch's fake tensors, which training does not need.

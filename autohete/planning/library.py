@@ -1,4 +1,4 @@
-"""Known machines: a GPU, its link and a typical host, so that one can plan for what one has not got.
+"""Known machines: a GPU, its link and a typical host, to plan for what one has not got.
 
 Each number carries its source: [R] read in the vendor's or a measurement's own publication,
 [S] read in a summary, [I] computed here, [M] recalled and to be verified. All can be overridden.
@@ -69,8 +69,8 @@ _PCIE = {
 
 def _machine(name: str, memory_gb: float, peak: float, wide: float, narrow: float, hbm: float,
              pcie: int, host_gb: int, cpu: float, sources: str) -> Machine:
-    # AdamW on an A100 runs at 50e9 parameters a second [R, Elixir]; it is bound by memory, so others
-    # scale with bandwidth [I].
+    # AdamW on an A100 runs at 50e9 parameters a second [R, Elixir]; it is bound by memory, so
+    # others scale with bandwidth [I].
     return Machine(
         name=name, memory_bytes=int(memory_gb * 2**30), peak_flops=peak * 1e12,
         wide_flops=wide * 1e12, narrow_flops=narrow * 1e12, memory_bytes_per_second=hbm * 1e9,
@@ -88,8 +88,8 @@ MACHINES = {
         _machine("a100-80", 80, 312, 195, 165, 2000, 4, 512, 1.5e9,
                  "peak [R]; reached: ml_dataflow's 193-195 at 8B [R]; HBM [M]"),
         _machine("h100", 80, 989, 550, 400, 3350, 5, 1024, 3e9,
-                 "peak, HBM: data sheet [R]; reached: llm-foundry 552-556 hardware TFLOPS at 13B-30B "
-                 "and 401 at 1B [R]"),
+                 "peak, HBM: data sheet [R]; reached: llm-foundry 552-556 hardware TFLOPS at "
+                 "13B-30B and 401 at 1B [R]"),
         _machine("h200", 141, 989, 550, 400, 4800, 5, 1536, 3e9,
                  "the H100's die with 141 GB at 4.8 TB/s [R]"),
         _machine("v100-32", 32, 125, 50, 45, 900, 3, 256, 1.5e9,
@@ -119,7 +119,8 @@ def find_machine(name: str, *, pcie: int | None = None, **overrides: float) -> M
     known = {f.name for f in fields(Machine)} - {"name", "sources"}
     unknown = set(overrides) - known
     if unknown:
-        raise ValueError(f"machine has no {sorted(unknown)}, expected of {', '.join(sorted(known))}")
+        raise ValueError(f"machine has no {sorted(unknown)}, "
+                         f"expected of {', '.join(sorted(known))}")
     if pcie is not None and pcie not in _PCIE:
         raise ValueError(f"pcie is {pcie!r}, expected 3, 4 or 5")
     link = {} if pcie is None else _PCIE[pcie]

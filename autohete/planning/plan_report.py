@@ -1,4 +1,4 @@
-"""plan_for(): does this model fit that GPU, what leaves it, how fast will it be, what would help."""
+"""plan_for(): does this model fit that GPU, what leaves it, how fast is it, what would help."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from autohete.planning.profile_file import plan_to_dict
 from autohete.planning.sizes import format_bytes, parse_bytes
 from autohete.planning.table import PlanRow, format_plan, plan_rows
 
-# (layers, width, heads). The sizes in billions are GPT-2 shapes: 4096 wide as in the paper, whose 4B
-# has 21 layers; 7b and 13b are the usual 32 x 4096 and 40 x 5120.
+# (layers, width, heads). The sizes in billions are GPT-2 shapes: 4096 wide as in the paper, whose
+# 4B has 21 layers; 7b and 13b are the usual 32 x 4096 and 40 x 5120.
 PRESETS = {
     "gpt2": (12, 768, 12), "gpt2-medium": (24, 1024, 16), "gpt2-large": (36, 1280, 20),
     "gpt2-xl": (48, 1600, 25), "2b": (10, 4096, 32), "4b": (21, 4096, 32), "6b": (30, 4096, 32),
@@ -43,13 +43,13 @@ class PlanReport:
     def tokens_per_second(self) -> float:
         """Tokens of one optimizer step over its time."""
         repeats = self.profile.gradient_accumulation_steps
-        return repeats * self.description.tokens / self.plan.step_seconds
+        return float(repeats * self.description.tokens / self.plan.step_seconds)
 
     @property
     def model_flops_per_second(self) -> float:
         """FLOPs of forward and backward, recomputation not counted, over the step's time."""
         repeats = self.profile.gradient_accumulation_steps
-        return repeats * self.description.model_flops / self.plan.step_seconds
+        return float(repeats * self.description.model_flops / self.plan.step_seconds)
 
     @property
     def mfu(self) -> float:
@@ -113,7 +113,7 @@ def reason_of(row: PlanRow, profile: _C.Profile) -> str:
 
 
 def load_model_config(model: str) -> tuple[Any, int | None]:
-    """Return (configuration to describe, number of layers to repeat) for a name or a config.json."""
+    """Return (configuration, number of layers to repeat) for a name or a config.json."""
     if model in PRESETS:
         from transformers import GPT2Config
 

@@ -1,4 +1,4 @@
-"""The other systems' placements, planned and predicted in our terms (what each is: docs/planning.md).
+"""The other systems' placements, planned and predicted in our terms (see docs/planning.md).
 
 Each strategy offers a few placements; of those that fit, the one with the shortest simulated step
 under the strategy's own order of work is its plan.

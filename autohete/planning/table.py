@@ -71,7 +71,7 @@ def format_plan(plan: _C.Plan, profile: _C.Profile | None = None) -> str:
         for row in plan_rows(plan, profile)
     ]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip()
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip()
             for line in lines]
     text.append(
         f"strategy {plan.strategy}, window {plan.window}, "

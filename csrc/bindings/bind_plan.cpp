@@ -243,12 +243,12 @@ void bind_planner(py::module_& module) {
       py::arg("profile"), py::arg("budgets"), py::arg("options"));
   module.def("decode_plan", &decode, py::arg("profile"), py::arg("counts"), py::arg("window"),
              py::kw_only(), py::arg("spread") = false);
-  module.def("predict_plan", &predict_plan, py::arg("profile"), py::arg("plan"),
-             py::arg("policy"));
+  module.def("predict_plan", &predict_plan, py::arg("profile"), py::arg("plan"), py::arg("policy"));
   module.def("require_within", &require_within, py::arg("profile"), py::arg("plan"),
              py::arg("budgets"));
-  module.def("finish_plan", &finish_plan, py::call_guard<py::gil_scoped_release>(), py::arg("profile"), py::arg("formulation"),
-             py::arg("counts"), py::arg("options"), py::arg("solver"));
+  module.def("finish_plan", &finish_plan, py::call_guard<py::gil_scoped_release>(),
+             py::arg("profile"), py::arg("formulation"), py::arg("counts"), py::arg("options"),
+             py::arg("solver"));
   module.def(
       "search_plan",
       [](const Profile& profile, const Budgets& budgets, const PlannerOptions& options,

@@ -1,3 +1,4 @@
+// One state machine over one set of members, so one file: lanes, walk, gradients, parameters.
 #include "csrc/plan/simulator.h"
 
 #include <algorithm>
@@ -37,12 +38,12 @@ struct UnitState {
   double backward = 0;  // recomputed forward included
   int chunks_up = 1;
   int chunks_down = 1;
-  int downloads = 0;         // finished
-  int updates = 0;           // on the CPU, finished
-  int uploads = 0;           // after an update, finished
-  bool resident = false;     // in a slot, current
-  bool loading = false;      // in a slot, on its way
-  double up_remaining = 0;    // of an overtaken copy; 0: none
+  int downloads = 0;        // finished
+  int updates = 0;          // on the CPU, finished
+  int uploads = 0;          // after an update, finished
+  bool resident = false;    // in a slot, current
+  bool loading = false;     // in a slot, on its way
+  double up_remaining = 0;  // of an overtaken copy; 0: none
   double down_remaining = 0;
 };
 
@@ -52,7 +53,10 @@ using Queue = std::set<std::pair<long long, int>>;  // (key, unit)
 class Simulator {
  public:
   Simulator(const Profile& profile, const Plan& plan, const SimulationPolicy& policy, bool keep)
-      : hardware_(profile.hardware), policy_(policy), window_(plan.window), keep_(keep),
+      : hardware_(profile.hardware),
+        policy_(policy),
+        window_(plan.window),
+        keep_(keep),
         repeats_(profile.gradient_accumulation_steps) {
     for (std::size_t i = 0; i < plan.units.size(); ++i) {
       units_.push_back(unit_state(profile, plan, static_cast<int>(i)));
@@ -196,8 +200,9 @@ class Simulator {
 
   // ---- gradients down, then updates
   bool start_download() {
-    if (d2h().busy) return overtake(d2h(), policy_.preempt_downloads && !downloads_.empty() &&
-                                               downloads_.begin()->first < key(d2h().unit));
+    if (d2h().busy)
+      return overtake(d2h(), policy_.preempt_downloads && !downloads_.empty() &&
+                                 downloads_.begin()->first < key(d2h().unit));
     if (downloads_.empty() || (policy_.synchronous_moves && compute().busy)) return false;
     const int k = downloads_.begin()->second;
     downloads_.erase(downloads_.begin());
@@ -285,9 +290,7 @@ class Simulator {
     const bool missing = units_[k].host_parameters && !units_[k].resident;
     return missing && !is_loading_now(k) && current_on_host(k) ? k : -1;
   }
-  bool is_loading_now(int k) const {
-    return h2d().busy && h2d().unit == k;
-  }
+  bool is_loading_now(int k) const { return h2d().busy && h2d().unit == k; }
   // The units the window should hold, nearest first: the running one and the next on the walk.
   std::vector<int> wanted() const {
     std::vector<int> units;
@@ -433,8 +436,8 @@ class Simulator {
     Simulation out;
     const std::size_t steps = backward_ends_.size(), half = steps / 2;
     out.first_step_seconds = backward_ends_[0];
-    out.step_seconds = (backward_ends_[steps - 1] - backward_ends_[half - 1]) /
-                       static_cast<double>(steps - half);
+    out.step_seconds =
+        (backward_ends_[steps - 1] - backward_ends_[half - 1]) / static_cast<double>(steps - half);
     for (const UnitState& unit : units_) {
       out.compute_seconds += repeats_ * (unit.seconds.forward + unit.backward);
       if (!unit.host_state) out.compute_seconds += unit.seconds.device_update;
@@ -454,8 +457,8 @@ class Simulator {
   std::array<Running, 4> lanes_;
   double now_ = 0;
   int step_ = 0, repeat_ = 0, visit_ = 0;
-  int gates_open_ = 0;   // steps whose updates may start
-  int leaving_ = 0;      // gradients computed and not yet on the host
+  int gates_open_ = 0;  // steps whose updates may start
+  int leaving_ = 0;     // gradients computed and not yet on the host
   int slots_taken_ = 0;
   long long arrivals_ = 0;
   Queue downloads_, arrived_, uploads_;
@@ -471,8 +474,8 @@ Simulation simulate(const Profile& profile, const Plan& plan, const SimulationPo
   validate(profile, plan);
   require(policy.steps >= 3 && policy.steps <= 1000, "simulate: steps is ", policy.steps,
           ", expected 3 .. 1000");
-  require(policy.gradient_buffers >= 1, "simulate: gradient_buffers is ",
-          policy.gradient_buffers, ", expected at least 1");
+  require(policy.gradient_buffers >= 1, "simulate: gradient_buffers is ", policy.gradient_buffers,
+          ", expected at least 1");
   return Simulator(profile, plan, policy, keep_spans).run();
 }
 

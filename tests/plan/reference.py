@@ -92,7 +92,7 @@ def runs(profile: _C.Profile) -> list[list[_C.UnitProfile]]:
 def walk_peak(profile: _C.Profile, plan: _C.Plan) -> int:
     """The device's peak, unit by unit."""
     always, visits = profile.fixed_device_bytes, []
-    pairs = list(zip(profile.units, plan.units))
+    pairs = list(zip(profile.units, plan.units, strict=False))
     on_host = _C.Tier.HOST
     always += sum(u.param_bytes for u, p in pairs if p.parameters != on_host)
     always += sum(u.state_bytes for u, p in pairs if p.optimizer_state != on_host)
@@ -126,7 +126,10 @@ def formula_seconds(profile: _C.Profile, counts: list[tuple[int, int, int]], *, 
         stream = (p - window) * s[g].H
         F.append(max(0, n[g] * s[g].f, stream, (n[g] - o) * s[g].f + stream))
         B.append(max(0, n[g] * s[g].b + c * s[g].f, stream,
-                     (n[g] - o) * s[g].b + stream, (o - 3) * s[g].D))
+                     (n[g] - o) * s[g].b + stream))
+        if s[g].D > s[g].b:
+            leaving = (n[g] - o + 2) * s[g].b + (o - 3) * s[g].D
+            B[g] = max(B[g], leaving, leaving + (c - o) * s[g].f)
     bounds = [m * (sum(F) + sum(B)) + sum((n[g] - counts[g][2]) * s[g].A for g in every),
               sum(counts[g][2] * s[g].U for g in every),
               m * sum(counts[g][2] * s[g].D for g in every),
@@ -152,6 +155,10 @@ def formula_seconds(profile: _C.Profile, counts: list[tuple[int, int, int]], *, 
                 bounds.append(start + o * t.f + queue(what, g) + y * (t.U + t.Hu))
                 bounds.append(start + y * t.f + queue(what, g + 1) + y * other)
             bounds.append(extra + later + o * (t.f + t.b) + y * (t.D + t.U + t.Hu))
+            for h in every:
+                if g == 0 and n[0] == 1 and h > 0 and s[h].U > t.D:
+                    both = s[h].U * (y + (1 if counts[h][2] else 0) - 1)
+                    bounds.append(start + o * t.f + y * (t.U + t.Hu) + both)
             bounds.append(extra + later + y * (t.f + t.b) + queue("D", g + 1) + y * (t.U + t.Hu))
         else:
             start = extra + later

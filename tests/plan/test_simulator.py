@@ -169,8 +169,8 @@ def test_links_share_bandwidth_when_both_are_busy() -> None:
 
 
 def test_a_more_urgent_upload_overtakes_between_chunks() -> None:
-    # As above with chunks of 1: at 10, H1 has 2 left on a chunk's edge; H0 10-14, f0 14-15; H1 14-16,
-    # f1 16-17.
+    # As above with chunks of 1: at 10, H1 has 2 left on a chunk's edge; H0 10-14, f0 14-15;
+    # H1 14-16, f1 16-17.
     units = trained(2, num_parameters=0, param_bytes=4, grad_bytes=4)
     profile = make_profile(units, h2d_share_during_d2h=0.5, chunk_bytes=1)
     assert step(profile, plan_of(profile, state={0, 1})) == exactly(17)
@@ -230,7 +230,7 @@ def check_lower_bounds(profile: _C.Profile, plan: _C.Plan, order: _C.SimulationP
     for lane in ("compute", "cpu", "d2h"):  # uploads may be fewer: what the window still holds
         assert step_seconds >= lanes[lane] * (1 - 1e-9) - 1e-12, lane
     repeats = profile.gradient_accumulation_steps
-    for unit, placed in zip(profile.units, plan.units):
+    for unit, placed in zip(profile.units, plan.units, strict=False):
         if placed.optimizer_state != _C.Tier.HOST or unit.grad_bytes == 0:
             continue
         t = seconds_of(profile, unit)
@@ -241,7 +241,7 @@ def check_lower_bounds(profile: _C.Profile, plan: _C.Plan, order: _C.SimulationP
 def check_dependencies(profile: _C.Profile, plan: _C.Plan, order: _C.SimulationPolicy,
                        simulation: _C.Simulation) -> None:
     repeats = profile.gradient_accumulation_steps
-    for k, (unit, placed) in enumerate(zip(profile.units, plan.units)):
+    for k, (unit, placed) in enumerate(zip(profile.units, plan.units, strict=False)):
         if placed.optimizer_state != _C.Tier.HOST or unit.grad_bytes == 0:
             continue
         mine = [span for span in simulation.spans if span.unit == k]

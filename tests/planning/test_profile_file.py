@@ -94,7 +94,8 @@ def test_damage_is_named(saved: Path, keys: tuple[str | int, ...], value: object
         planning.load_profile(saved)
 
 
-@pytest.mark.parametrize("text", ["[]", "null", "{}", "3", '{"format": NaN}', "\x00\xff", "[" * 100000])
+@pytest.mark.parametrize("text", ["[]", "null", "{}", "3", '{"format": NaN}', "\x00\xff",
+                                  "[" * 100000])
 def test_foreign_files_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "autohete_profile.json"
     path.write_text(text, encoding="latin-1")
