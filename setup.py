@@ -1,39 +1,41 @@
-"""Builds autohete._C (core and torch bindings) and autohete._glpk (the GLPK solver, on its own)."""
-import glob
-import os
+"""Builds autohete's native modules; names, versions and dependencies stand in pyproject.toml.
+
+Use it as `pip install --no-build-isolation .` in an environment that has torch: the modules are
+built against that torch and work with that one only. AUTOHETE_CUDA=0 leaves CUDA out,
+AUTOHETE_WERROR=1 makes warnings errors, MAX_JOBS=N bounds the compilers at work.
+"""
+
+from __future__ import annotations
+
 import sys
-import sysconfig
+from pathlib import Path
 
 from setuptools import setup
-from torch.utils.cpp_extension import BuildExtension, CppExtension
+from setuptools.command.build_ext import build_ext
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-PREFIX = sys.prefix
-PURELIB = sysconfig.get_paths()["purelib"]
-CMEEL = os.path.join(PURELIB, "cmeel.prefix")
-FLAGS = ["-std=c++20", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden", "-Wall"]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from buildtools.prerequisites import MissingPrerequisiteError, import_torch
 
-separate = {"csrc/plan/planner_glpk.cpp", "csrc/device/cuda_device.cpp", "csrc/device/cuda_store.cpp"}
-sources = sorted(
-    s for s in glob.glob("csrc/**/*.cpp", recursive=True, root_dir=HERE) if s not in separate
-)
-extensions = [
-    CppExtension(
-        "autohete._C", sources,
-        include_dirs=[HERE, os.path.join(PREFIX, "include")],
-        library_dirs=[os.path.join(PREFIX, "lib")], libraries=["tbb"],
-        extra_compile_args=FLAGS,
-        extra_link_args=["-Wl,-rpath," + os.path.join(PREFIX, "lib")],
+
+def missing_torch(line: str) -> type[build_ext]:
+    """A build_ext that stops with `line`; a source archive can be made without torch."""
+
+    class MissingTorch(build_ext):  # type: ignore[misc]
+        def run(self) -> None:
+            sys.exit(line)
+
+    return MissingTorch
+
+
+try:
+    import_torch()
+    from buildtools.build_ext import NativeBuild, extensions
+
+    setup(ext_modules=extensions(), cmdclass={"build_ext": NativeBuild})
+except MissingPrerequisiteError as missing:
+    from setuptools import Extension
+
+    setup(
+        ext_modules=[Extension("autohete._C", [])],
+        cmdclass={"build_ext": missing_torch(f"autohete: {missing}")},
     )
-]
-if os.path.exists("csrc/plan/planner_glpk.cpp"):
-    extensions.append(
-        CppExtension(
-            "autohete._glpk", ["csrc/plan/planner_glpk.cpp"],
-            include_dirs=[HERE, os.path.join(CMEEL, "include")],
-            extra_compile_args=FLAGS,
-            extra_link_args=[os.path.join(CMEEL, "lib", "libglpk.so.40"), "-Wl,-rpath," + os.path.join(CMEEL, "lib")],
-        )
-    )
-setup(name="autohete", version="0.1.0", packages=["autohete"], ext_modules=extensions,
-      cmdclass={"build_ext": BuildExtension})

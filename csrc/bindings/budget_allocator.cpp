@@ -3,49 +3,89 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
 
+#include <array>
+#include <cstdint>
 #include <mutex>
+#include <unordered_map>
 #include <utility>
+
+#include "csrc/base/check.h"
 
 namespace autohete {
 namespace {
 
 thread_local std::shared_ptr<ActivationAccount> current_account;
 
-// What a counted DataPtr owns.
-struct Charge {
-  c10::DataPtr memory;
-  std::shared_ptr<ActivationAccount> account;
-  std::size_t bytes;
-  Charge(std::shared_ptr<ActivationAccount> payer, std::size_t size)
-      : account(std::move(payer)), bytes(size) {}
-  ~Charge() {
-    memory.clear();
-    account->budget->refund(bytes);
+// What is charged, by address. torch has callers (oneDNN) that free by address alone, so the charge
+// cannot live in the DataPtr's context.
+class Ledger {
+ public:
+  void add(void* data, std::shared_ptr<ActivationAccount> account, std::size_t bytes) {
+    Shard& shard = shard_of(data);
+    std::lock_guard lock(shard.mutex);
+    shard.charges.emplace(data, Charge{std::move(account), bytes});
   }
+  void remove(void* data) {
+    Shard& shard = shard_of(data);
+    std::lock_guard lock(shard.mutex);
+    const auto found = shard.charges.find(data);
+    if (found == shard.charges.end()) return;  // allocated outside a scope
+    found->second.account->budget->refund(found->second.bytes);
+    shard.charges.erase(found);
+  }
+
+ private:
+  struct Charge {
+    std::shared_ptr<ActivationAccount> account;
+    std::size_t bytes;
+  };
+  struct Shard {
+    std::mutex mutex;
+    std::unordered_map<void*, Charge> charges;
+  };
+  Shard& shard_of(void* data) {
+    return shards_[(reinterpret_cast<std::uintptr_t>(data) >> 6) % shards_.size()];
+  }
+  std::array<Shard, 16> shards_;
 };
 
-void drop_charge(void* context) { delete static_cast<Charge*>(context); }
+// Tensors may outlive every engine and be freed while the process ends: never destroyed.
+Ledger& ledger() {
+  static Ledger& instance = *new Ledger;
+  return instance;
+}
+
+c10::Allocator* base_allocator = nullptr;
+
+void free_counted(void* data) {
+  ledger().remove(data);
+  base_allocator->raw_deleter()(data);
+}
 
 class BudgetAllocator final : public c10::Allocator {
  public:
-  explicit BudgetAllocator(c10::Allocator* base) : base_(base) {}
-
   c10::DataPtr allocate(std::size_t bytes) override {
-    if (!current_account || bytes == 0) return base_->allocate(bytes);
+    if (!current_account || bytes == 0) return base_allocator->allocate(bytes);
     Budget& budget = *current_account->budget;
     if (!budget.charge(bytes)) refuse(bytes, budget);
-    auto charge = std::make_unique<Charge>(current_account, bytes);
-    charge->memory = base_->allocate(bytes);
-    void* data = charge->memory.get();
-    const c10::Device device = charge->memory.device();
-    return {data, charge.release(), &drop_charge, device};
+    c10::DataPtr memory;
+    try {
+      memory = base_allocator->allocate(bytes);
+    } catch (...) {
+      budget.refund(bytes);
+      throw;
+    }
+    void* data = memory.get();
+    const c10::Device device = memory.device();
+    AH_ASSERT(memory.get_context() == data);
+    ledger().add(data, current_account, bytes);
+    memory.release_context();
+    return {data, data, &free_counted, device};
   }
   void copy_data(void* dest, const void* src, std::size_t bytes) const override {
-    base_->copy_data(dest, src, bytes);
+    base_allocator->copy_data(dest, src, bytes);
   }
-  c10::DeleterFnPtr raw_deleter() const override {
-    return current_account ? nullptr : base_->raw_deleter();
-  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_counted; }
 
  private:
   [[noreturn]] static void refuse(std::size_t bytes, const Budget& budget) {
@@ -55,7 +95,6 @@ class BudgetAllocator final : public c10::Allocator {
                      budget.limit() / kMiB, " MiB were left; this step needs at least gpu_mem=",
                      budget.used() + bytes, " bytes. ", current_account->advice);
   }
-  c10::Allocator* base_;
 };
 
 }  // namespace
@@ -65,7 +104,8 @@ std::shared_ptr<ActivationAccount> set_activation_account(
   // Installed once and for good: tensors may outlive any engine. It does nothing outside a scope.
   static std::once_flag installed;
   std::call_once(installed, [] {
-    static BudgetAllocator allocator(c10::GetCPUAllocator());
+    base_allocator = c10::GetCPUAllocator();
+    static BudgetAllocator& allocator = *new BudgetAllocator;
     c10::SetCPUAllocator(&allocator, /*priority=*/100);
   });
   return std::exchange(current_account, std::move(account));

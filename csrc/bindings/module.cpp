@@ -2,15 +2,16 @@
 #include <pybind11/pybind11.h>
 
 namespace autohete {
-// Weak while the parts are being built side by side: a part that is not there yet is left out.
-__attribute__((weak)) void bind_ops(pybind11::module_& module);
-__attribute__((weak)) void bind_plan(pybind11::module_& module);
-__attribute__((weak)) void bind_runtime(pybind11::module_& module);
+void bind_cuda(pybind11::module_& module);
+void bind_ops(pybind11::module_& module);
+void bind_plan(pybind11::module_& module);
+void bind_runtime(pybind11::module_& module);
 }  // namespace autohete
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "autohete's C++ core";
-  if (autohete::bind_ops) autohete::bind_ops(module);
-  if (autohete::bind_plan) autohete::bind_plan(module);
-  if (autohete::bind_runtime) autohete::bind_runtime(module);
+  autohete::bind_ops(module);
+  autohete::bind_plan(module);
+  autohete::bind_runtime(module);
+  autohete::bind_cuda(module);
 }

@@ -42,7 +42,7 @@ at::Tensor exclusive_gradient(const at::Tensor& parameter, const at::Tensor& gra
 
 TorchUnit::TorchUnit(std::string name, const std::vector<at::Tensor>& parameters,
                      const std::vector<at::Tensor>& masters, const std::vector<bool>& updated,
-                     bool amsgrad, const UnitPlan& plan, Store& store, c10::Device device)
+                     bool with_state, bool amsgrad, const UnitPlan& plan, Store& store, c10::Device device)
     : name_(std::move(name)), device_(device), amsgrad_(amsgrad) {
   AH_ASSERT(parameters.size() == masters.size() && parameters.size() == updated.size());
   for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -56,6 +56,8 @@ TorchUnit::TorchUnit(std::string name, const std::vector<at::Tensor>& parameters
       parameter.gradient_offset = gradient_bytes_;
       gradient_bytes_ += bytes;
       parameter.state_offset = state_bytes_;
+    }
+    if (updated[i] && with_state) {
       state_bytes_ += 4 * parameter.state_array_bytes();
       if (!parameter.is_half()) state_bytes_ -= parameter.state_array_bytes();
       if (!amsgrad) state_bytes_ -= parameter.state_array_bytes();
@@ -66,7 +68,7 @@ TorchUnit::TorchUnit(std::string name, const std::vector<at::Tensor>& parameters
   allocate(plan, store);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     TorchParameter& parameter = parameters_[i];
-    if (parameter.group >= 0 && parameter.is_half()) {
+    if (parameter.group >= 0 && with_state && parameter.is_half()) {
       parameter.master = state_array(i, kMaster);
       parameter.master.tensor().copy_(
           (masters[i].defined() ? masters[i] : parameter.value.tensor()).detach());
@@ -202,14 +204,6 @@ bool TorchUnit::adopt_replaced() {
 
 void TorchUnit::take_edits(const CopyAndWait& copy) {
   if (params_device_ && params_host_) copy(params_host_, params_device_);
-  for (TorchParameter& parameter : parameters_) {
-    if (!parameter.master.defined()) continue;
-    const at::Tensor value = parameter.value.tensor().detach();
-    const at::Tensor master = parameter.master.tensor();
-    const at::Tensor edited = master.to(value.scalar_type()).ne(value.to(master.device()));
-    if (!edited.any().item<bool>()) continue;
-    master.copy_(value.to(master.device(), at::kFloat).where(edited, master));
-  }
 }
 
 std::vector<CopySegment> TorchUnit::collect_gradients() {
@@ -237,6 +231,22 @@ std::vector<CopySegment> TorchUnit::collect_gradients() {
                         gradient.nbytes()});
   }
   return segments;
+}
+
+bool TorchUnit::has_unsent_gradients() const {
+  for (const TorchParameter& parameter : parameters_) {
+    const at::Tensor& gradient = parameter.value.tensor().grad();
+    if (parameter.group < 0 || !gradient.defined()) continue;
+    if (parameter.leaving.is_same(gradient)) {
+      if (gradient._version() != parameter.leaving_version) return true;
+      continue;
+    }
+    const auto landed = parameter.landed.lock();
+    if (!landed || !gradient.has_storage() ||
+        gradient.storage().unsafeGetStorageImpl() != landed.get())
+      return true;
+  }
+  return false;
 }
 
 bool TorchUnit::land_gradients() {
@@ -313,7 +323,7 @@ std::vector<AdamSpan> TorchUnit::make_spans(const std::vector<AdamHyper>& hypers
                                         : reinterpret_cast<float*>(home);
     span.param_in = span.param_out = master;
     if (parameter.is_half()) {
-      span.half_out = home;
+      span.half_in = span.half_out = home;
       span.half_dtype = to_dtype(value.scalar_type());
     }
     span.exp_avg_in = span.exp_avg_out = parameter.exp_avg.tensor().data_ptr<float>();

@@ -48,9 +48,9 @@ class TorchUnit {
  public:
   // Gives every parameter a home under `plan`, one unit's bytes at a time. masters[i] is the fp32
   // value of half parameter i (undefined: its present value, widened). `updated[i]`: the optimizer
-  // has it, so gradient and state get room.
+  // has it, so its gradient gets room, and its state too with `with_state`.
   TorchUnit(std::string name, const std::vector<at::Tensor>& parameters,
-            const std::vector<at::Tensor>& masters, const std::vector<bool>& updated, bool amsgrad,
+            const std::vector<at::Tensor>& masters, const std::vector<bool>& updated, bool with_state, bool amsgrad,
             const UnitPlan& plan, Store& store, c10::Device device);
 
   const std::string& name() const { return name_; }
@@ -77,12 +77,15 @@ class TorchUnit {
   // Makes parameters the user gave another storage ours again (their bytes move into the newest
   // block). Returns true when there were any.
   bool adopt_replaced();
-  // The user may have edited parameters: brings the host's fp32 side up to date with them.
+  // The user may have edited parameters: brings the host's copy of device parameters up to date.
+  // (Masters of half parameters follow in the update itself, see AdamSpan::half_in.)
   void take_edits(const CopyAndWait& copy);
 
   // What has to go to the host now: gradients that are new, or changed while leaving. Marks them
   // as leaving.
   std::vector<CopySegment> collect_gradients();
+  // Some parameter has a gradient that is neither on the host nor on its way, or changed on its way.
+  bool has_unsent_gradients() const;
   // The copies are over: gradients point at the host block from here on, and their device memory
   // is free. Returns true when some changed meanwhile and must be sent again.
   bool land_gradients();
@@ -90,6 +93,8 @@ class TorchUnit {
 
   // Makes missing moments of parameter i (zeros) and its step counter (0).
   void make_state(std::size_t i);
+  // The state is gone (the user cleared it); make_state() starts anew.
+  void forget_state(std::size_t i) { parameters_.at(i).step = at::Tensor(); }
   // Takes the user's tensors as the state of parameter i: their bytes move into the state block
   // and they become the visible ones. fp32, shaped like the parameter.
   void adopt_state(std::size_t i, at::Tensor step, at::Tensor exp_avg, at::Tensor exp_avg_sq,

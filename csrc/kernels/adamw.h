@@ -36,9 +36,13 @@ struct AdamSpan {
   float* exp_avg_out = nullptr;
   float* exp_avg_sq_out = nullptr;
   float* max_exp_avg_sq_out = nullptr;
-  void* half_out = nullptr;  // numel items of half_dtype: param_out rounded to nearest even; or null
+  // The half copy that the user sees, numel items of half_dtype; or null. Where it is not param_in
+  // rounded, the user has edited it, and the value there is used instead of param_in.
+  const void* half_in = nullptr;
+  void* half_out =
+      nullptr;  // numel items of half_dtype: param_out rounded to nearest even; or null
   DType half_dtype = DType::kBFloat16;
-  double step = 1;   // the step number this update is (1 for the first), bias correction in double
+  double step = 1;  // the step number this update is (1 for the first), bias correction in double
   AdamHyper hyper{};
 };
 

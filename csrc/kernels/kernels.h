@@ -4,6 +4,7 @@
 
 #include <cstddef>
 
+#include "csrc/base/cpu_features.h"
 #include "csrc/kernels/adamw.h"
 
 namespace autohete {
@@ -12,22 +13,29 @@ class Workers;
 
 // By-products of one pass over the gradients as read (before grad_scale).
 struct UpdateStats {
-  double grad_sq_norm = 0;   // sum of squares, accumulated in double
-  bool non_finite = false;   // any gradient is inf or NaN
+  double grad_sq_norm = 0;  // sum of squares, accumulated in double
+  bool non_finite = false;  // any gradient is inf or NaN
+  std::size_t edited = 0;   // values taken from half_in because they were not param_in rounded
 };
 
-// Applies every span. A span is cut into tiles over the workers; results do not depend on the cut
-// or on the instruction set.
-UpdateStats adamw(const AdamSpan* spans, std::size_t num_spans, Workers& workers);
+// Applies every span. A span is cut into tiles over the workers; new values do not depend on the
+// cut, on how a tensor is divided into spans, on the thread or on the instruction set, to the bit.
+// grad_sq_norm does not depend on threads or instruction set; dividing a tensor into other spans
+// may move its last bits. Throws std::invalid_argument before anything is written when a span lacks
+// a pointer or a hyper-parameter is out of its range or NaN.
+UpdateStats adamw(const AdamSpan* spans, std::size_t num_spans, Workers& workers,
+                  CpuLevel level = cpu_level());
 
-// Sum of squares of `numel` items in double, and whether any is non-finite.
-UpdateStats squared_norm(const void* values, DType dtype, std::size_t numel, Workers& workers);
+// Sum of squares of `numel` items in double, and whether any is non-finite. The same bits as
+// adamw()'s grad_sq_norm over one span.
+UpdateStats squared_norm(const void* values, DType dtype, std::size_t numel, Workers& workers,
+                         CpuLevel level = cpu_level());
 
 // memcpy over the workers; picks threads and non-temporal stores by size.
 void copy_bytes(void* dst, const void* src, std::size_t bytes, Workers& workers);
 
 // Rounds to nearest even (NaN stays NaN) or widens.
 void cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t numel,
-          Workers& workers);
+          Workers& workers, CpuLevel level = cpu_level());
 
 }  // namespace autohete

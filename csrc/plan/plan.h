@@ -37,6 +37,13 @@ struct HardwareProfile {
   double link_latency_seconds = 0;       // per chunk
   double cpu_params_per_second = 0;      // CPU AdamW, all workers
   double device_params_per_second = 0;   // AdamW on the device
+  // Contention, as the share of its full rate that the first keeps while the second is busy.
+  double h2d_share_during_d2h = 1;
+  double d2h_share_during_h2d = 1;
+  double copy_share_during_cpu = 1;  // both directions, while the CPU updates
+  double cpu_share_during_copy = 1;  // while either direction copies
+  double cpu_share_during_compute = 1;  // below 1 where the device computes on the same cores
+  double compute_share_during_cpu = 1;
 };
 
 struct Profile {
@@ -45,6 +52,9 @@ struct Profile {
   std::size_t fixed_device_bytes = 0;  // inputs, logits, loss and what else no unit owns
   std::size_t fixed_host_bytes = 0;
   int gradient_accumulation_steps = 1;
+  // Gradients of units updated on the device live on through the next forward (preallocated, or
+  // zeroed late). False: they appear during backward and are gone before the next forward.
+  bool gradients_persist = true;
   std::size_t chunk_bytes = std::size_t{4} << 20;
 };
 

@@ -1,6 +1,7 @@
 #include "csrc/runtime/engine.h"
 
 #include <algorithm>
+#include <chrono>
 #include <tuple>
 #include <utility>
 
@@ -40,16 +41,21 @@ void Engine::configure(std::vector<UnitBlocks> units, EngineOptions options) {
   }
   for (int i = 0; i < std::min(options.window, offloaded_units); ++i)
     slots_.push_back(Slot{store_.allocate_device(slot_bytes, "a parameter slot"), -1, Event{}});
-  update_lane_.reset();
-  download_lane_.reset();
-  upload_lane_.reset();
-  upload_lane_ = std::make_unique<TransferLane>(device_, CopyDirection::kHostToDevice,
-                                                options.chunk_bytes, &timeline_);
-  download_lane_ = std::make_unique<TransferLane>(device_, CopyDirection::kDeviceToHost,
+  if (!upload_lane_ || options.chunk_bytes != chunk_bytes_) {
+    upload_lane_ = std::make_unique<TransferLane>(device_, CopyDirection::kHostToDevice,
                                                   options.chunk_bytes, &timeline_);
-  update_lane_ = std::make_unique<UpdateLane>();
+    download_lane_ = std::make_unique<TransferLane>(device_, CopyDirection::kDeviceToHost,
+                                                    options.chunk_bytes, &timeline_);
+    chunk_bytes_ = options.chunk_bytes;
+  }
+  if (!update_lane_) update_lane_ = std::make_unique<UpdateLane>();
   position_ = -1;
   direction_ = Direction::kForward;
+}
+
+int Engine::num_units() {
+  Lock lock(mutex_);
+  return static_cast<int>(units_.size());
 }
 
 BlockPtr Engine::newest_block(const Unit& unit) const {
@@ -60,11 +66,23 @@ BlockPtr Engine::device_block(const Unit& unit) const {
   return unit.slot >= 0 ? slots_[unit.slot].block : unit.blocks.params_device;
 }
 
+// Until ready, or a lane failed.
+template <typename Predicate>
+void Engine::wait_ticking(Lock& lock, Predicate ready) {
+  constexpr std::chrono::milliseconds kTick(100);
+  while (!changed_.wait_for(lock, kTick, [&] { return ready() || error_; })) {
+    if (!wait_tick_) continue;
+    lock.unlock();
+    wait_tick_();  // a throw leaves with the lock open, which its destructor knows
+    lock.lock();
+  }
+}
+
 template <typename Predicate>
 void Engine::wait(Lock& lock, double EngineCounters::* cause, int unit, Predicate ready) {
   if (ready() || error_) return;
   const double start = Timeline::now();
-  changed_.wait(lock, [&] { return ready() || error_ || stopping_; });
+  wait_ticking(lock, ready);
   const double end = Timeline::now();
   counters_.*cause += end - start;
   timeline_.add({Lane::kCompute, unit, "wait", start, end, 0});
@@ -79,7 +97,10 @@ BlockPtr Engine::acquire(int index, Direction direction) {
   }
   rethrow(lock);
   position_ = index;
+  waiting_ = index;
   direction_ = direction;
+  const auto done = std::unique_ptr<std::atomic<int>, void (*)(std::atomic<int>*)>(
+      &waiting_, [](std::atomic<int>* unit) { *unit = -1; });
   wait(lock, &EngineCounters::wait_update_seconds, index,
        [&] { return unit.state.parameters_final(); });
   rethrow(lock);
@@ -170,7 +191,7 @@ bool Engine::take_slot(int index) {
       best = i;
       break;
     }
-    if (units_[holder].state.residency != Residency::kResident) continue;
+    if (units_[holder].state.residency != Residency::kResident || holder == waiting_) continue;
     if (index != position_ && distance(holder) <= distance(index)) continue;
     if (best < 0 || distance(holder) > distance(slots_[best].unit)) best = i;
   }
@@ -233,6 +254,9 @@ void Engine::send_gradients(int index, std::vector<CopySegment> segments) {
   Lock lock(mutex_);
   Unit& unit = units_.at(index);
   AH_ASSERT(unit.blocks.gradients_host != nullptr);
+  wait(lock, &EngineCounters::wait_update_seconds, index,
+       [&] { return unit.state.parameters_final(); });
+  rethrow(lock);
   advance(unit.state, UnitEvent::kGradientsReady);
   std::size_t bytes = 0;
   for (const CopySegment& segment : segments) bytes += segment.bytes;
@@ -267,11 +291,14 @@ void Engine::wait_gradients(int index) {
   rethrow(lock);
 }
 
-int Engine::gradients_in_flight() {
+void Engine::wait_gradients_below(int count) {
   Lock lock(mutex_);
-  return static_cast<int>(std::count_if(units_.begin(), units_.end(), [](const Unit& unit) {
-    return unit.state.progress == Progress::kLeaving;
-  }));
+  wait(lock, &EngineCounters::wait_gradients_seconds, -1, [&] {
+    return std::count_if(units_.begin(), units_.end(), [](const Unit& unit) {
+             return unit.state.progress == Progress::kLeaving;
+           }) < count;
+  });
+  rethrow(lock);
 }
 
 void Engine::commit(int index, std::function<void()> update) {
@@ -350,8 +377,8 @@ void Engine::check() {
 
 void Engine::synchronize() {
   Lock lock(mutex_);
-  changed_.wait(lock, [&] {
-    return error_ || std::all_of(units_.begin(), units_.end(), [](const Unit& unit) {
+  wait_ticking(lock, [&] {
+    return std::all_of(units_.begin(), units_.end(), [](const Unit& unit) {
              return unit.state.parameters_final() && unit.state.progress != Progress::kLeaving &&
                     unit.state.residency != Residency::kUploading;
            });

@@ -9,6 +9,7 @@
 // mutex_ guards all members that say so.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -17,6 +18,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "csrc/device/device.h"
@@ -69,6 +71,13 @@ class Engine {
   // Throws OutOfMemory when the slots do not fit the device.
   void configure(std::vector<UnitBlocks> units, EngineOptions options);
 
+  // Called every tenth of a second while a method waits, without the lock; may throw to end the
+  // wait (the user's interrupt). Set before the first wait.
+  void set_wait_tick(std::function<void()> tick) { wait_tick_ = std::move(tick); }
+
+  // 0 until configured.
+  int num_units();
+
   // Makes the unit's parameters usable by the device and returns the block to point at. Waits for
   // this unit's update and upload alone, then starts the uploads that come next in `direction`.
   // Every acquire needs one release.
@@ -81,13 +90,14 @@ class Engine {
   // old when the caller edits them, and returns the block that holds the newest bytes.
   BlockPtr settle(int unit);
 
-  // Starts copying gradients to the host. Each dst must lie in the unit's gradients_host; sources
+  // Starts copying gradients to the host; waits for an update of the unit that still reads the last
+  // ones. Each dst must lie in the unit's gradients_host; sources
   // stay valid until the copy is over.
   void send_gradients(int unit, std::vector<CopySegment> segments);
   bool gradients_landed(int unit);
   void wait_gradients(int unit);
-  // Units whose gradients are still leaving.
-  int gradients_in_flight();
+  // Waits until fewer than `count` units' gradients are leaving.
+  void wait_gradients_below(int count);
 
   // Queues the update of one unit and returns. It starts when its gradients have landed; the
   // parameters are final again when it is done and, where they live on the device, uploaded.
@@ -127,6 +137,8 @@ class Engine {
   BlockPtr newest_block(const Unit& unit) const;
   BlockPtr device_block(const Unit& unit) const;
   template <typename Predicate>
+  void wait_ticking(Lock& lock, Predicate ready);
+  template <typename Predicate>
   void wait(Lock& lock, double EngineCounters::* cause, int unit, Predicate ready);
   bool take_slot(int unit);
   void drop(Unit& unit);
@@ -137,6 +149,7 @@ class Engine {
   void fail(std::exception_ptr error);
   void rethrow(Lock& lock);
 
+  std::function<void()> wait_tick_;
   Device& device_;
   Store& store_;
   Workers& workers_;
@@ -150,7 +163,9 @@ class Engine {
   std::exception_ptr error_;
   Direction direction_ = Direction::kForward;
   int position_ = -1;  // the unit acquired last in this direction
+  std::atomic<int> waiting_{-1};  // the unit that acquire() waits for: its slot is not given away
   bool stopping_ = false;
+  std::size_t chunk_bytes_ = 0;  // of the lanes; hook thread only
 
   // Lanes last: they stop first, so no callback meets a dead member.
   std::unique_ptr<TransferLane> upload_lane_, download_lane_;

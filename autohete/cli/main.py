@@ -1,0 +1,52 @@
+"""The command group: which subcommands there are, and how errors end.
+
+Exit codes: 0 done; 1 a check or the work itself failed (the reason is on stderr); 2 the command
+line was wrong (click's own).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+from autohete._version import __version__
+
+# name -> module; imported only when called, so `autohete --help` needs no torch.
+SUBCOMMANDS = {
+    "demo": "autohete.cli.demo",
+    "doctor": "autohete.cli.doctor",
+}
+
+
+class LazyGroup(click.Group):
+    """Subcommands by module name; the module's `command` is the click command."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(SUBCOMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in SUBCOMMANDS:
+            return None
+        command: click.Command = importlib.import_module(SUBCOMMANDS[cmd_name]).command
+        return command
+
+
+@click.command(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Example: autohete doctor",
+)
+@click.version_option(__version__, "--version", prog_name="autohete")
+def group() -> None:
+    """Train transformers that do not fit in accelerator memory."""
+
+
+def main() -> None:
+    """Run the command line; contract and machine errors end in one line and exit code 1."""
+    try:
+        group(prog_name="autohete")
+    except (ImportError, ValueError, RuntimeError) as error:
+        print(f"autohete: {error}".replace("autohete: autohete: ", "autohete: "), file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,92 @@
+"""The keywords of AutoHeteWrapper, checked once."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from autohete.planning import STRATEGIES, Plan, format_bytes, parse_bytes
+from autohete.units import Layers
+
+Size = int | float | str | None
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(kw_only=True)
+class Config:
+    """How to train. Raises ValueError for a value that cannot be honoured."""
+
+    gpu_mem: Size = None
+    """Device memory to stay within, bytes or "24GiB"; left out: what is free on the GPU."""
+    cpu_mem: Size = None
+    """Host memory likewise; left out: what is free now, less some headroom."""
+    strategy: str = "autohete"
+    plan: Plan | str | Path | None = None
+    """A plan, or an autohete_profile.json that holds one; left out: made after the first step."""
+    profile_path: str | Path | None = "autohete_profile.json"
+    """Where the measured profile and the plan are written; None writes nothing."""
+    precision: str | None = None
+    """"fp32", "bf16" or "fp16" (half parameters, fp32 masters); left out: what the model is."""
+    gradient_accumulation_steps: int = 1
+    max_grad_norm: float | None = None
+    """Clip the total norm in step(), as torch.nn.utils.clip_grad_norm_ would before it."""
+    num_workers: int | None = None
+    layers: Layers = None
+    """What counts as a unit; see autohete.units.find_units."""
+    window: int = 2
+    """Device slots for parameters that live on the host."""
+    chunk_bytes: int = 4 << 20
+    pin: bool = True
+
+    def __post_init__(self) -> None:
+        if self.gpu_mem is not None:
+            self.gpu_mem = parse_bytes(self.gpu_mem, "gpu_mem")
+        if self.cpu_mem is not None:
+            self.cpu_mem = parse_bytes(self.cpu_mem, "cpu_mem")
+        if self.strategy not in STRATEGIES:
+            raise ValueError(
+                f"strategy is {self.strategy!r}, expected one of {', '.join(STRATEGIES)}"
+            )
+        if self.precision is not None and self.precision not in PRECISIONS:
+            raise ValueError(
+                f"precision is {self.precision!r}, expected one of {', '.join(PRECISIONS)}"
+            )
+        for name, low in (("gradient_accumulation_steps", 1), ("window", 1), ("chunk_bytes", 4096)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < low:
+                raise ValueError(f"{name} is {value!r}, expected a whole number of at least {low}")
+        if self.num_workers is not None and self.num_workers < 1:
+            raise ValueError(f"num_workers is {self.num_workers}, expected at least 1")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm is {self.max_grad_norm}, expected more than 0 or None")
+
+    def budget_for(self, device: torch.device) -> int:
+        """Return gpu_mem, measured when it was left out.
+
+        Raises:
+            ValueError: it was left out on the host device, which has no size of its own.
+        """
+        if self.gpu_mem is not None:
+            return int(self.gpu_mem)  # type: ignore[arg-type]
+        if device.type == "cpu":
+            raise ValueError(
+                "gpu_mem is None, expected a size on the host device (it stands for a GPU of your "
+                'choice); give for example gpu_mem="4GiB"'
+            )
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * 0.95)
+
+    def host_budget(self) -> int:
+        """Return cpu_mem, measured when it was left out."""
+        if self.cpu_mem is not None:
+            return int(self.cpu_mem)  # type: ignore[arg-type]
+        pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return int(pages * 0.9)
+
+
+def describe(config: Config, gpu_mem: int, cpu_mem: int) -> str:
+    """Return the budgets in words, for the log."""
+    return f"gpu_mem={format_bytes(gpu_mem)}, cpu_mem={format_bytes(cpu_mem)}"

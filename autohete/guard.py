@@ -1,0 +1,130 @@
+"""Tensors whose bytes are moving wear a guard: the first touch waits until they are final.
+
+A parameter, gradient or moment is made an instance of a guard class while its unit's bytes are on
+their way or being updated, and an instance of its own class again while the unit computes and after
+the first touch. The object, its storage and its identity stay the same. So a bare reference
+(`p.norm()` right after `step()`) sees the newest values, at no cost inside forward and backward.
+
+Not seen: views and NumPy arrays taken earlier, `torch.tensor(p)`, raw pointers. `synchronize()`
+covers those. See docs/adr/0002-guarded-tensors.md.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+# What a tensor answers without looking at its bytes. Everything else settles it first.
+_METADATA = {
+    getattr(torch.Tensor, name).__get__
+    for name in (
+        "dtype device layout shape ndim grad requires_grad is_leaf grad_fn is_cuda is_cpu is_meta "
+        "is_sparse is_quantized is_nested output_nr itemsize nbytes"
+    ).split()
+    if hasattr(torch.Tensor, name)
+}
+_METADATA |= {torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__}  # type: ignore[attr-defined]
+_METADATA |= {torch.Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
+_METADATA |= {
+    getattr(torch.Tensor, name)
+    for name in (
+        "size stride dim numel nelement element_size is_contiguous is_floating_point is_complex "
+        "storage_offset __len__ __hash__ requires_grad_ register_hook get_device is_signed "
+        "register_post_accumulate_grad_hook is_inference"
+    ).split()
+}
+
+
+def _guarded(values: Any) -> Iterator[Guard]:
+    for value in values:
+        if isinstance(value, Guard):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _guarded(value)
+
+
+class Guard:
+    """What all guard classes share. `settle` belongs to one unit."""
+
+    settle: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for tensor in list(_guarded((*args, *kwargs.values()))):
+            tensor._settled()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def _settled(self) -> Any:
+        """Settle, and be an instance of the own class again (also when the unit let go of it)."""
+        if isinstance(self, Guard):  # an earlier one of the same unit may have done it
+            type(self).settle()
+        if isinstance(self, Guard):
+            self.__class__ = nn.Parameter if isinstance(self, nn.Parameter) else torch.Tensor
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._settled(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._settled().__reduce_ex__(protocol)
+
+
+class UnitGuard:
+    """The guard classes of one unit, and who wears them.
+
+    Args:
+        settle: makes parameters, gradients and moments final; called on the first touch of one.
+        settle_gradient: the same for gradients that are only leaving.
+    """
+
+    def __init__(self, settle: Callable[[], None], settle_gradient: Callable[[], None]) -> None:
+        body = {"settle": staticmethod(settle)}
+        self._parameter: Any = type("Parameter", (Guard, nn.Parameter), dict(body))
+        self._tensor: Any = type("Tensor", (Guard, torch.Tensor), dict(body))
+        body = {"settle": staticmethod(settle_gradient)}
+        self._gradient: Any = type("Tensor", (Guard, torch.Tensor), dict(body))
+
+    def wear(self, parameters: list[nn.Parameter], moments: list[torch.Tensor]) -> None:
+        """Guard parameters and moments; tensors of other classes stay as they are."""
+        for parameter in parameters:
+            if type(parameter) is nn.Parameter:
+                parameter.__class__ = self._parameter
+        for moment in moments:
+            if type(moment) is torch.Tensor:
+                moment.__class__ = self._tensor
+
+    def wear_gradients(self, parameters: list[nn.Parameter]) -> None:
+        """Guard the gradients the parameters have now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in parameters:
+                gradient = parameter.grad
+                if gradient is not None and type(gradient) is torch.Tensor:
+                    gradient.__class__ = self._gradient
+
+    def take_off(self, parameters: list[nn.Parameter], moments: list[torch.Tensor] = []) -> None:
+        """Make them instances of their own classes again."""
+        for parameter in parameters:
+            if type(parameter) is self._parameter:
+                parameter.__class__ = nn.Parameter
+        for moment in moments:
+            if type(moment) is self._tensor:
+                moment.__class__ = torch.Tensor
+
+    def take_off_gradients(self, parameters: list[nn.Parameter]) -> None:
+        """The same for the gradients the parameters have now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in parameters:
+                gradient = parameter.grad
+                if gradient is not None and type(gradient) is self._gradient:
+                    gradient.__class__ = torch.Tensor

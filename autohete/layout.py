@@ -1,0 +1,142 @@
+"""What is checked and decided before anything is attached: pairs, dtypes, budgets, first plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autohete import _C
+from autohete.config import PRECISIONS, Config
+from autohete.hooks import HookedForward
+from autohete.planning import InfeasibleError, format_bytes
+from autohete.units import Unit
+
+if TYPE_CHECKING:
+    from autohete.stepping import OptimizerBridge
+
+_ALIGNMENT = 256
+
+
+def aligned(num_bytes: int) -> int:
+    """Round up to what offsets in a block are multiples of."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def check_pair(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise ValueError unless the optimizer's parameters are the model's and nothing is wrapped."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is {type(model).__name__}, expected a torch.nn.Module")
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"optimizer is {type(optimizer).__name__}, expected a torch.optim.Optimizer"
+        )
+    if any(isinstance(vars(m).get("forward"), HookedForward) for m in model.modules()):
+        raise ValueError(
+            f"model: this {type(model).__name__} is wrapped already, expected a plain module; "
+            "call unwrap() on the first wrapper before wrapping again"
+        )
+    known = {id(p) for p in model.parameters()}
+    foreign = [
+        tuple(p.shape)
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if id(p) not in known
+    ]
+    if foreign:
+        raise ValueError(
+            f"optimizer: {len(foreign)} of its parameters (first of shape {foreign[0]}) are not "
+            f"parameters of this {type(model).__name__}; build the optimizer from "
+            "model.parameters() of the model that is wrapped"
+        )
+
+
+def safest_plan(units: list[Unit], native: bool) -> list[_C.UnitPlan]:
+    """The plan that needs least device memory: all on the host, all layers recomputed."""
+    plans = []
+    for unit in units:
+        plan = _C.UnitPlan()
+        plan.parameters = _C.Tier.DEVICE if unit.is_container else _C.Tier.HOST
+        plan.gradients = _C.Tier.HOST
+        plan.optimizer_state = _C.Tier.HOST
+        plan.activations = (
+            _C.ActivationRule.RECOMPUTE if unit.is_layer else _C.ActivationRule.KEEP
+        )
+        plans.append(plan)
+    return plans
+
+
+def check_budgets(
+    units: list[Unit], bridge: OptimizerBridge, config: Config, gpu_mem: int, cpu_mem: int
+) -> bool:
+    """Raise InfeasibleError when the budgets cannot hold even the safest plan.
+
+    What activations need is not known before the first step; the rest is.
+    """
+    half = config.precision in ("bf16", "fp16")
+    device, largest, gradients, host = 0, 0, 0, 0
+    for unit in units:
+        params = state = grads = 0
+        for p in unit.parameters:
+            item = 2 if half and p.is_floating_point() else p.element_size()
+            params += aligned(p.numel() * item)
+            if not bridge.updates(p):
+                continue
+            grads += aligned(p.numel() * item)
+            arrays = 2 + bridge.amsgrad + (item == 2) if bridge.native else 0
+            state += arrays * aligned(p.numel() * 4)
+        host += params + grads + state
+        device += params if unit.is_container else 0
+        largest = max(largest, 0 if unit.is_container else params)
+        gradients = max(gradients, grads)
+    needed = device + config.window * largest + gradients
+    if needed > gpu_mem:
+        raise InfeasibleError(
+            f"gpu_mem is {format_bytes(gpu_mem)}, expected at least {format_bytes(needed)} "
+            f"({needed} bytes) for {config.window} slots of the largest unit and its gradients, "
+            "activations not counted; give more, or name smaller layers with layers="
+        )
+    if host > cpu_mem:
+        raise InfeasibleError(
+            f"cpu_mem is {format_bytes(cpu_mem)}, expected at least {format_bytes(host)} "
+            f"({host} bytes) for parameters, gradients and optimizer state; give more memory or "
+            "train a smaller model"
+        )
+    return half
+
+
+def convert(unit: Unit, precision: str | None) -> list[Tensor | None]:
+    """Bring the unit's parameters to the asked precision; return the fp32 masters kept aside.
+
+    Raises:
+        ValueError: "fp32" was asked for and a parameter is half.
+    """
+    masters: list[Tensor | None] = []
+    for parameter in unit.parameters:
+        masters.append(None)
+        if parameter.is_meta:
+            _materialize(parameter)
+        if precision is None or not parameter.is_floating_point():
+            continue
+        wanted = PRECISIONS[precision]
+        if precision == "fp32" and parameter.dtype != wanted:
+            raise ValueError(
+                f'precision is "fp32", but a parameter of unit {unit.name} is {parameter.dtype}; '
+                "call model.float() first or leave precision out"
+            )
+        if parameter.dtype == torch.float32 and wanted != torch.float32:
+            masters[-1] = parameter.data
+            parameter.data = parameter.data.to(wanted)
+    if any(p.is_meta for p in unit.parameters):
+        raise AssertionError("a parameter stayed on the meta device")
+    return masters
+
+
+def _materialize(parameter: nn.Parameter) -> None:
+    """Give a meta parameter memory; its identity stays, so optimizer and ties stay right."""
+    real = nn.Parameter(
+        torch.zeros_like(parameter, device="cpu"), requires_grad=parameter.requires_grad
+    )
+    torch.utils.swap_tensors(parameter, real)

@@ -1,0 +1,53 @@
+"""Planning: what is measured, what is decided, what is predicted. Nothing here needs a device."""
+
+import importlib
+from typing import Any
+
+import torch  # noqa: F401  (its libraries must be loaded before our module)
+
+from autohete._C import (
+    ActivationRule,
+    Budgets,
+    HardwareProfile,
+    InfeasibleError,
+    Plan,
+    Profile,
+    Tier,
+    UnitPlan,
+    UnitProfile,
+    device_peak_bytes,
+    host_bytes,
+    lane_seconds,
+)
+from autohete.planning.hardware import available_host_bytes, measure_hardware
+from autohete.planning.make_plan import make_plan, minimum_gpu_mem
+from autohete.planning.profile_file import load_profile, save_profile
+from autohete.planning.simulate import simulate, write_trace
+from autohete.planning.sizes import format_bytes, parse_bytes
+from autohete.planning.strategies import STRATEGIES
+from autohete.planning.table import PlanRow, format_plan, plan_rows
+
+__all__ = [
+    "STRATEGIES", "ActivationRule", "Budgets", "HardwareProfile", "InfeasibleError", "Plan",
+    "PlanRow", "Profile", "Tier", "UnitPlan", "UnitProfile", "available_host_bytes",
+    "describe_model", "device_peak_bytes", "find_machine", "format_bytes",
+    "format_plan", "host_bytes", "lane_seconds", "load_profile", "make_plan", "measure_hardware",
+    "minimum_gpu_mem", "parse_bytes", "plan_for", "plan_rows", "profile_model", "save_profile", "simulate", "write_trace",
+]
+
+# Loaded when first used: they bring in torch's fake tensors, which training does not need.
+_LAZY = {
+    "describe_model": "model_profile", "find_machine": "library", "profile_model": "library",
+    "plan_for": "plan_report",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"autohete.planning.{_LAZY[name]}")
+    return getattr(module, name)
+
+
+Plan.__str__ = format_plan
+Plan.__repr__ = lambda plan: f"<Plan of {len(plan.units)} units, strategy {plan.strategy}>"

@@ -1,0 +1,59 @@
+"""make_plan(): from a profile and two budgets to a plan."""
+
+from __future__ import annotations
+
+from autohete import _C
+from autohete.planning.sizes import parse_bytes
+from autohete.planning.solve import solve
+from autohete.planning.strategies import STRATEGIES, plan_strategy
+
+Size = int | float | str
+_UNLIMITED = 2**53
+
+
+def make_plan(
+    profile: _C.Profile,
+    gpu_mem: Size,
+    cpu_mem: Size | None = None,
+    strategy: str = "autohete",
+    solver: str = "auto",
+    *,
+    window: int = 2,
+    gated: bool = True,
+    seconds: float = 10.0,
+) -> _C.Plan:
+    """Decide, unit by unit, what leaves the device.
+
+    Args:
+        profile: what is measured or estimated of the model and the machine.
+        gpu_mem: device memory to keep within, in bytes or as "24GiB".
+        cpu_mem: host memory likewise; None for no limit.
+        strategy: one of `STRATEGIES`.
+        solver: "auto", "glpk" or "enumeration" (exact, built in); for the strategy "autohete".
+        window: device slots for parameters that live on the host.
+        gated: the updates start at step(), after the whole backward (gradient clipping needs it).
+        seconds: time limit of the solve.
+
+    Raises:
+        InfeasibleError: nothing fits; it carries the smallest sizes that would.
+        ValueError: an argument or a field of the profile is out of range.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy is {strategy!r}, expected one of {', '.join(STRATEGIES)}")
+    budgets = _C.Budgets(
+        parse_bytes(gpu_mem, "gpu_mem"),
+        _UNLIMITED if cpu_mem is None else parse_bytes(cpu_mem, "cpu_mem"),
+    )
+    options = _C.PlannerOptions(window=window, gated=gated)
+    _C.validate_profile(profile)
+    if strategy == "autohete":
+        return solve(profile, budgets, options, solver=solver, seconds=seconds)
+    return plan_strategy(strategy, profile, budgets, options)
+
+
+def minimum_gpu_mem(
+    profile: _C.Profile, cpu_mem: Size | None = None, *, window: int = 2
+) -> int:
+    """Return the smallest `gpu_mem` in bytes for which make_plan() finds a plan; 0 for none."""
+    host = _UNLIMITED if cpu_mem is None else parse_bytes(cpu_mem, "cpu_mem")
+    return _C.minimum_device_bytes(profile, host, _C.PlannerOptions(window=window))

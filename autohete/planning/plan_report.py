@@ -1,0 +1,207 @@
+"""plan_for(): does this model fit that GPU, what leaves it, how fast will it be, what would help."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autohete import _C
+from autohete.planning.library import Machine, find_machine, profile_on
+from autohete.planning.make_plan import Size, make_plan, minimum_gpu_mem
+from autohete.planning.model_profile import ModelDescription, describe_model
+from autohete.planning.profile_file import plan_to_dict
+from autohete.planning.sizes import format_bytes, parse_bytes
+from autohete.planning.table import PlanRow, format_plan, plan_rows
+
+# (layers, width, heads). The sizes in billions are GPT-2 shapes: 4096 wide as in the paper, whose 4B
+# has 21 layers; 7b and 13b are the usual 32 x 4096 and 40 x 5120.
+PRESETS = {
+    "gpt2": (12, 768, 12), "gpt2-medium": (24, 1024, 16), "gpt2-large": (36, 1280, 20),
+    "gpt2-xl": (48, 1600, 25), "2b": (10, 4096, 32), "4b": (21, 4096, 32), "6b": (30, 4096, 32),
+    "7b": (32, 4096, 32), "10b": (50, 4096, 32), "13b": (40, 5120, 40), "18b": (90, 4096, 32),
+    "22b": (110, 4096, 32),
+}
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """A plan with what a person asks next."""
+
+    model: str
+    description: ModelDescription
+    machine: Machine
+    profile: _C.Profile
+    plan: _C.Plan
+    gpu_mem: int
+    cpu_mem: int
+    help: dict[str, float]
+    """What would help -> step seconds then."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of one optimizer step over its time."""
+        repeats = self.profile.gradient_accumulation_steps
+        return repeats * self.description.tokens / self.plan.step_seconds
+
+    @property
+    def model_flops_per_second(self) -> float:
+        """FLOPs of forward and backward, recomputation not counted, over the step's time."""
+        repeats = self.profile.gradient_accumulation_steps
+        return repeats * self.description.model_flops / self.plan.step_seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: the share of the dense half-precision peak."""
+        return self.model_flops_per_second / self.machine.peak_flops
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain JSON values."""
+        return {
+            "model": self.model, "gpu": self.machine.name,
+            "num_parameters": self.description.num_parameters,
+            "batch": self.description.batch, "seq": self.description.seq,
+            "precision": self.description.precision,
+            "gpu_mem": self.gpu_mem, "cpu_mem": self.cpu_mem,
+            "minimum_gpu_mem": minimum_gpu_mem(self.profile, self.cpu_mem),
+            "tokens_per_second": self.tokens_per_second,
+            "model_tflops": self.model_flops_per_second / 1e12, "mfu": self.mfu,
+            "lane_seconds": _C.lane_seconds(self.profile, self.plan),
+            "would_help": dict(self.help), "plan": plan_to_dict(self.plan),
+        }
+
+    def to_json(self) -> str:
+        """Return the report as JSON text."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def __str__(self) -> str:
+        plan = self.plan
+        lines = [
+            f"{self.model} ({self.description.num_parameters / 1e9:.2f}B parameters) on "
+            f"{self.machine.name}, batch {self.description.batch} x {self.description.seq}, "
+            f"{self.description.precision}",
+            "", format_plan(plan, self.profile), "",
+            *(reason_of(row, self.profile) for row in plan_rows(plan, self.profile)),
+            "",
+            f"device memory {format_bytes(plan.device_peak_bytes)} of {format_bytes(self.gpu_mem)}"
+            f", host memory {format_bytes(plan.host_bytes)} of {format_bytes(self.cpu_mem)}",
+            f"{plan.step_seconds:.3f} s a step, {self.tokens_per_second:,.0f} tokens/s, "
+            f"{self.model_flops_per_second / 1e12:.1f} TFLOPS, MFU {self.mfu:.1%}; "
+            f"the {plan.binding_lane} lane binds",
+        ]
+        lines += [f"{what}: {seconds:.3f} s ({plan.step_seconds / seconds - 1:+.0%} speed)"
+                  for what, seconds in self.help.items()]
+        return "\n".join(lines)
+
+
+def reason_of(row: PlanRow, profile: _C.Profile) -> str:
+    """Say why a run of units is placed as it is."""
+    unit = profile.units[row.first]
+    count = row.count
+    parts = []
+    if row.checkpointed:
+        freed = count * (unit.activation_bytes - unit.checkpoint_bytes)
+        cost = count * unit.forward_seconds
+        parts.append(f"recomputing frees {format_bytes(freed)} for {cost * 1e3:.1f} ms")
+    if row.optimizer == "host":
+        freed = count * (unit.state_bytes + unit.grad_bytes)
+        parts.append(f"optimizer state on the host frees {format_bytes(freed)}")
+    if row.parameters == "host":
+        parts.append(f"parameters on the host free {format_bytes(count * unit.param_bytes)}")
+    return f"{row.names}: " + ("; ".join(parts) or "stays whole on the device, there is room")
+
+
+def load_model_config(model: str) -> tuple[Any, int | None]:
+    """Return (configuration to describe, number of layers to repeat) for a name or a config.json."""
+    if model in PRESETS:
+        from transformers import GPT2Config
+
+        layers, width, heads = PRESETS[model]
+        return GPT2Config(n_layer=2, n_embd=width, n_head=heads, n_positions=1 << 20), layers
+    path = Path(model)
+    if not path.is_file():
+        raise ValueError(f"model is {model!r}, expected a config.json or one of "
+                         f"{', '.join(PRESETS)}")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        kind = data.pop("model_type")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{model} is no Hugging Face config.json with a model_type") from None
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(kind, **data), None
+
+
+def describe_named(model: str, batch: int, seq: int, precision: str) -> ModelDescription:
+    """Describe a preset or a config.json."""
+    config, layers = load_model_config(model)
+    if layers is None:
+        return describe_model(config, batch, seq, precision)
+    config.n_positions = seq
+    return describe_model(config, batch, seq, precision).with_layers(layers)
+
+
+def plan_for(
+    model: str | Any,
+    gpu: str | Machine,
+    batch: int,
+    seq: int,
+    precision: str = "bf16",
+    *,
+    gpu_mem: Size | None = None,
+    cpu_mem: Size | None = None,
+    strategy: str = "autohete",
+    gated: bool = True,
+    gradient_accumulation_steps: int = 1,
+    suggest: bool = True,
+    **overrides: Any,
+) -> PlanReport:
+    """Plan a model for a machine one need not have.
+
+    Args:
+        model: a name of `PRESETS`, the path of a config.json, a configuration or a module.
+        gpu: a name of `MACHINES`, or a Machine.
+        gpu_mem: device bytes to use; None for all but context and slack.
+        suggest: also plan with more of each resource, to say what would help.
+        overrides: fields of Machine, and `pcie`.
+
+    Raises:
+        InfeasibleError: it does not fit.
+    """
+    machine = find_machine(gpu, **overrides) if isinstance(gpu, str) else gpu
+    if isinstance(model, str):
+        description, name = describe_named(model, batch, seq, precision), model
+    else:
+        description, name = describe_model(model, batch, seq, precision), type(model).__name__
+    profile = profile_on(description, machine, gradient_accumulation_steps)
+    device = machine.usable_bytes if gpu_mem is None else parse_bytes(gpu_mem, "gpu_mem")
+    host = machine.host_bytes if cpu_mem is None else parse_bytes(cpu_mem, "cpu_mem")
+    plan = make_plan(profile, device, host, strategy, gated=gated)
+    help_ = _what_helps(profile, device, host, strategy, gated, plan) if suggest else {}
+    return PlanReport(name, description, machine, profile, plan, device, host, help_)
+
+
+def _what_helps(profile: _C.Profile, device: int, host: int, strategy: str, gated: bool,
+                plan: _C.Plan) -> dict[str, float]:
+    """Step seconds with more of one resource, where that is at least 2 % faster."""
+    faster_cpu, faster_link = _C.HardwareProfile(profile.hardware), _C.HardwareProfile(
+        profile.hardware)
+    faster_cpu.cpu_params_per_second *= 2
+    faster_link.h2d_bytes_per_second *= 2
+    faster_link.d2h_bytes_per_second *= 2
+    trials: dict[str, tuple[_C.Profile, int, int]] = {
+        "a quarter more device memory": (profile, device * 5 // 4, host),
+        "twice the host memory": (profile, device, host * 2),
+        "a CPU AdamW twice as fast": (_with_hardware(profile, faster_cpu), device, host),
+        "a link twice as fast": (_with_hardware(profile, faster_link), device, host),
+    }
+    seconds = {what: make_plan(p, d, h, strategy, gated=gated).step_seconds
+               for what, (p, d, h) in trials.items()}
+    return {what: s for what, s in seconds.items() if s < 0.98 * plan.step_seconds}
+
+
+def _with_hardware(profile: _C.Profile, hardware: _C.HardwareProfile) -> _C.Profile:
+    out = _C.Profile(profile)
+    out.hardware = hardware
+    return out

@@ -1,0 +1,1 @@
+"""What was planned and what happened, for people: tables."""

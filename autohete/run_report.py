@@ -1,0 +1,101 @@
+"""What a run did: budgets, predictions and measurements side by side; the timeline as a trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from autohete.planning import format_bytes
+
+if TYPE_CHECKING:
+    from autohete.run import Run
+
+LANES = ("compute", "H2D", "D2H", "CPU")
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """Figures of the run so far. Bytes and seconds; None where nothing was predicted or measured."""
+
+    num_steps: int
+    strategy: str | None
+    device_budget_bytes: int
+    device_peak_predicted_bytes: int | None
+    device_peak_measured_bytes: int
+    """Since the plan in use began."""
+    host_budget_bytes: int
+    host_peak_measured_bytes: int
+    step_seconds_predicted: float | None
+    step_seconds_measured: float | None
+    """Median, first step and plan change left out."""
+    h2d_bytes: int
+    d2h_bytes: int
+    slot_misses: int
+    wait_update_seconds: float
+    wait_upload_seconds: float
+    wait_gradients_seconds: float
+
+    @classmethod
+    def of(cls, run: Run) -> RunReport:
+        counters = run.engine.counters()
+        plan = run.plan
+        return cls(
+            num_steps=run.num_steps,
+            strategy=plan.strategy if plan else None,
+            device_budget_bytes=run.gpu_mem,
+            device_peak_predicted_bytes=(plan.device_peak_bytes or None) if plan else None,
+            device_peak_measured_bytes=run.side.peak(),
+            host_budget_bytes=run.cpu_mem,
+            host_peak_measured_bytes=run.side.host_peak(),
+            step_seconds_predicted=(plan.step_seconds or None) if plan else None,
+            step_seconds_measured=median(run.step_seconds) if run.step_seconds else None,
+            **{k: counters[k] for k in (
+                "h2d_bytes", "d2h_bytes", "slot_misses", "wait_update_seconds",
+                "wait_upload_seconds", "wait_gradients_seconds",
+            )},
+        )
+
+    def __str__(self) -> str:
+        def size(value: int | None) -> str:
+            return "-" if value is None else format_bytes(value)
+
+        def seconds(value: float | None) -> str:
+            return "-" if value is None else f"{value:.3f} s"
+
+        return "\n".join(
+            (
+                f"steps            {self.num_steps} (strategy {self.strategy})",
+                f"device memory    budget {size(self.device_budget_bytes)}, predicted "
+                f"{size(self.device_peak_predicted_bytes)}, measured "
+                f"{size(self.device_peak_measured_bytes)}",
+                f"host memory      budget {size(self.host_budget_bytes)}, measured "
+                f"{size(self.host_peak_measured_bytes)}",
+                f"step time        predicted {seconds(self.step_seconds_predicted)}, measured "
+                f"{seconds(self.step_seconds_measured)}",
+                f"moved            {size(self.h2d_bytes)} to the device, {size(self.d2h_bytes)} "
+                "to the host",
+                f"waited           {self.wait_update_seconds:.3f} s for updates, "
+                f"{self.wait_upload_seconds:.3f} s for uploads, "
+                f"{self.wait_gradients_seconds:.3f} s for gradients",
+            )
+        )
+
+
+def chrome_trace(spans: list[tuple[Any, ...]], unit_names: list[str]) -> dict[str, Any]:
+    """Return the spans in the Trace Event Format, which Chrome and Perfetto open."""
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 0, "tid": lane, "name": "thread_name", "args": {"name": name}}
+        for lane, name in enumerate(LANES)
+    ]
+    start = min((span[3] for span in spans), default=0.0)
+    for lane, unit, what, begin, end, num_bytes in spans:
+        name = f"{what} {unit_names[unit]}" if 0 <= unit < len(unit_names) else what
+        events.append(
+            {
+                "ph": "X", "pid": 0, "tid": lane, "name": name,
+                "ts": (begin - start) * 1e6, "dur": (end - begin) * 1e6,
+                "args": {"bytes": num_bytes},
+            }
+        )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -1,0 +1,215 @@
+"""optimizer.step() under autohete: what precedes the engine's updates, and whose rule they follow.
+
+Adam, AdamW and CPUAdamW are updated by the engine, unit by unit. Every other optimizer runs its own
+step, whole, on the calling thread, once all tensors are in place.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW, Optimizer
+
+from autohete import _C
+from autohete.optim import CPUAdamW
+
+if TYPE_CHECKING:
+    from autohete.run import Run
+
+_NATIVE = (AdamW, Adam, CPUAdamW)
+
+
+class OptimizerBridge:
+    """The user's optimizer object, stepped by the engine while it is installed."""
+
+    def __init__(self, run: Run, optimizer: Optimizer) -> None:
+        self._run = weakref.proxy(run)
+        self.optimizer = optimizer
+        self._check_not_half_attached()
+        self.native = type(optimizer) in _NATIVE and not any(
+            group.get("differentiable") for group in optimizer.param_groups
+        )
+        self.amsgrad = any(group.get("amsgrad") for group in optimizer.param_groups)
+        self._group_of = self._groups()
+        self._places: dict[int, tuple[int, int]] = {}
+        self._seen: dict[tuple[int, int], dict[str, Any]] = {}
+        self._step_before: Any = None
+        self._installed: Any = None
+
+    def _check_not_half_attached(self) -> None:
+        step = vars(self.optimizer).get("step")
+        if getattr(getattr(step, "__func__", None), "_autohete_step", False):
+            raise ValueError(
+                "optimizer: this one is stepped by another autohete wrapper, expected a free one; "
+                "call unwrap() on that wrapper first"
+            )
+
+    def _groups(self) -> dict[int, int]:
+        return {
+            id(p): index
+            for index, group in enumerate(self.optimizer.param_groups)
+            for p in group["params"]
+        }
+
+    def updates(self, parameter: nn.Parameter) -> bool:
+        """Whether the optimizer has the parameter."""
+        return id(parameter) in self._group_of
+
+    # ---------------------------------------------------------------- install and remove
+
+    def install(self) -> None:
+        """Replace step() on the optimizer object; hooks and schedulers go on working."""
+        for u, unit in enumerate(self._run.units):
+            for i, parameter in enumerate(unit.parameters):
+                if self.updates(parameter):
+                    self._places[id(parameter)] = (u, i)
+                    self._run.engine.set_group(u, i, self._group_of[id(parameter)])
+        self._step_before = vars(self.optimizer).get("step")
+        original = type(self.optimizer).step
+        # Ours gets torch's step hooks once, below; so what it falls back to must not have them.
+        plain = getattr(original, "__wrapped__", original) if self.native else original
+        bridge = weakref.ref(self)
+
+        def step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
+            ours = bridge()
+            if ours is None or ours._installed is None or optimizer is not ours.optimizer:
+                return plain(optimizer, closure) if closure else plain(optimizer)
+            return ours.step(closure)
+
+        if self.native:
+            # torch puts step hooks and the profiler's mark around a class's step like this.
+            step = Optimizer.profile_hook_step(step)  # type: ignore[assignment]
+        step._autohete_step = True  # type: ignore[attr-defined]
+        self._original = original
+        self._installed = types.MethodType(step, self.optimizer)
+        self.optimizer.step = self._installed  # type: ignore[method-assign]
+        self._adopt_states()
+
+    def remove(self) -> None:
+        """Give step() back."""
+        if self._installed is None:
+            return
+        if vars(self.optimizer).get("step") is self._installed:
+            if self._step_before is None:
+                del self.optimizer.step
+            else:
+                self.optimizer.step = self._step_before  # type: ignore[method-assign]
+        self._installed = None
+
+    # ---------------------------------------------------------------- the step
+
+    def step(self, closure: Callable[[], Any] | None) -> Any:
+        """Do what torch's step does, in its order: closure, scaler, clipping, update."""
+        optimizer: Any = self.optimizer
+        optimizer._opt_called = True
+        if not self.native:
+            call = (lambda: self._original(optimizer, closure)) if closure else (
+                lambda: self._original(optimizer)
+            )
+            return self._run.step_elsewhere(call)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is not None and float(found_inf) != 0:
+            return loss
+        limit = self._run.config.max_grad_norm
+        if limit is not None:
+            nn.utils.clip_grad_norm_(self._run.model.parameters(), limit)
+        self._run.step()
+        return loss
+
+    def commit(self) -> list[list[Tensor]]:
+        """Hand this step's hyper-parameters to the engine; return the moments by unit."""
+        engine = self._run.engine
+        if self._groups() != self._group_of:
+            self._regroup()
+        self._adopt_states()
+        for u, i in engine.missing_state():
+            engine.make_state(u, i)
+            self._publish(u, i)
+        hypers = [self._hyper(group) for group in self.optimizer.param_groups]
+        engine.commit(hypers)
+        self._run_cuda_updates()
+        moments: list[list[Tensor]] = [[] for _ in self._run.units]
+        for (u, _), state in self._seen.items():
+            moments[u] += [t for key, t in state.items() if key != "step"]
+        return moments
+
+    def _hyper(self, group: dict[str, Any]) -> _C.AdamHyper:
+        scale = getattr(self.optimizer, "grad_scale", None)
+        adamw = type(self.optimizer) is not Adam
+        return _C.AdamHyper(
+            lr=float(group["lr"]),
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            decoupled_decay=bool(group.get("decoupled_weight_decay", adamw)),
+            maximize=bool(group["maximize"]),
+            amsgrad=bool(group["amsgrad"]),
+            grad_scale=1.0 if scale is None else 1.0 / float(scale),
+        )
+
+    def _regroup(self) -> None:
+        """Param groups changed (add_param_group): tell the engine who is where."""
+        self._group_of = self._groups()
+        for key, group in self._group_of.items():
+            place = self._places.get(key)
+            if place is None:
+                raise ValueError(
+                    "optimizer: a parameter was added after wrapping, expected the parameters it "
+                    "had; unwrap() before add_param_group() and wrap again after"
+                )
+            self._run.engine.set_group(*place, group)
+
+    # ---------------------------------------------------------------- optimizer.state
+
+    def _adopt_states(self) -> None:
+        """Take up state the user put there: loaded, replaced, or cleared."""
+        if not self.native:
+            return
+        state = self.optimizer.state
+        for u, unit in enumerate(self._run.units):
+            for i, parameter in enumerate(unit.parameters):
+                if not self.updates(parameter):
+                    continue
+                seen = self._seen.get((u, i))
+                given = state.get(parameter)
+                if not given or "exp_avg" not in given:
+                    if seen is not None:
+                        self._run.engine.forget_state(u, i)
+                        del self._seen[(u, i)]
+                    continue
+                if seen is not None and all(given.get(k) is t for k, t in seen.items()):
+                    continue
+                self._run.engine.adopt_state(
+                    u, i, torch.as_tensor(given["step"]).float(), given["exp_avg"],
+                    given["exp_avg_sq"], given.get("max_exp_avg_sq"), given.get("master"),
+                )
+                self._publish(u, i)
+
+    def _publish(self, u: int, i: int) -> None:
+        """Show the engine's tensors as the parameter's state."""
+        state = self._run.engine.state(u, i)
+        self._seen[(u, i)] = state
+        self.optimizer.state[self._run.units[u].parameters[i]].update(state)
+
+    def publish_states(self) -> None:
+        """Show them again after they moved to another device."""
+        for u, i in list(self._seen):
+            self._publish(u, i)
+
+    def _run_cuda_updates(self) -> None:
+        """Units whose state is on a GPU are updated there by torch's own rule."""
+        if self._run.side.torch_device.type == "cpu":
+            return
+        from autohete.cuda_update import update_on_cuda
+
+        update_on_cuda(self.optimizer, self._run.units, self._run._managed, self._seen)

@@ -1,0 +1,141 @@
+"""Which modules move together: one unit per transformer layer, and units for what is left over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+Layers = None | str | type[nn.Module] | Sequence[nn.Module] | Callable[[nn.Module], bool]
+
+
+@dataclass
+class Unit:
+    """Modules whose parameters are planned and moved together.
+
+    A parameter belongs to exactly one unit; modules that share one (tied weights) are one unit.
+    """
+
+    name: str
+    modules: list[nn.Module]
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    is_layer: bool = False
+    is_container: bool = False
+    """It contains other units, so its parameters stay on the device."""
+
+    @property
+    def kind(self) -> str:
+        """Equal for units of equal modules with equal shapes."""
+        shapes = ",".join(f"{tuple(p.shape)}{p.dtype}{p.requires_grad}" for p in self.parameters)
+        return "+".join(type(m).__name__ for m in self.modules) + f"[{shapes}]"
+
+
+def find_units(model: nn.Module, layers: Layers = None) -> list[Unit]:
+    """Return the units of `model` in the order its modules are registered.
+
+    Args:
+        model: any module; its parameters are all covered.
+        layers: what counts as one layer: a class, its name, the modules themselves, or a predicate.
+            Left out: the elements of each outermost ModuleList or Sequential of two or more equal
+            modules; where there is none, every module that owns parameters is a unit.
+
+    Raises:
+        ValueError: `layers` matches nothing, or nested modules.
+    """
+    found = _find_layers(model, layers)
+    names = {id(module): name for name, module in model.named_modules()}
+    owner: dict[int, Unit] = {}
+    units: list[Unit] = []
+    inside: set[int] = set()
+    layer_ids = {id(layer) for layer in found}
+    for name, module in model.named_modules():
+        if id(module) in inside:
+            continue
+        if id(module) in layer_ids:
+            inside.update(id(m) for m in module.modules())
+            own = list(module.parameters())
+            unit = Unit(name, [module], is_layer=True)
+        else:
+            own = list(module.parameters(recurse=False))
+            unit = Unit(name or "(root)", [module])
+            unit.is_container = any(id(m) in names for m in module.children())
+        _place(unit, own, owner, units)
+    return [unit for unit in units if unit.parameters]
+
+
+def _place(
+    unit: Unit, own: list[nn.Parameter], owner: dict[int, Unit], units: list[Unit]
+) -> None:
+    """Add the unit, or merge it into the one that already has one of its parameters."""
+    shared = next((owner[id(p)] for p in own if id(p) in owner), None)
+    target = shared or unit
+    if shared is None:
+        if own:
+            units.append(unit)
+    else:
+        shared.modules += unit.modules
+        shared.is_container |= unit.is_container
+        shared.is_layer &= unit.is_layer
+    for parameter in own:
+        if id(parameter) not in owner:
+            owner[id(parameter)] = target
+            target.parameters.append(parameter)
+
+
+def _find_layers(model: nn.Module, layers: Layers) -> list[nn.Module]:
+    if layers is None:
+        return _repeated_layers(model)
+    if isinstance(layers, str):
+        found = [m for m in model.modules() if type(m).__name__ == layers]
+    elif isinstance(layers, type):
+        found = [m for m in model.modules() if isinstance(m, layers)]
+    elif callable(layers):
+        found = [m for m in model.modules() if layers(m)]
+    else:
+        found = list(layers)
+    if not found:
+        raise ValueError(
+            f"layers: {layers!r} matches no module of {type(model).__name__}, expected at least "
+            "one; give the class of the transformer block, or leave it out"
+        )
+    nested = {id(inner) for m in found for inner in m.modules() if inner is not m}
+    if any(id(m) in nested for m in found):
+        raise ValueError(
+            f"layers: {layers!r} matches modules inside each other, expected one level; name the "
+            "outer class"
+        )
+    return found
+
+
+def _repeated_layers(model: nn.Module) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if id(module) in inside or not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            continue
+        elements = [m for m in module if any(True for _ in m.parameters())]
+        if len(elements) < 2 or len({type(m) for m in elements}) != 1:
+            continue
+        for element in elements:
+            found.append(element)
+            inside.update(id(m) for m in element.modules())
+    return found
+
+
+def tensors_in(value: object, depth: int = 4) -> list[torch.Tensor]:
+    """Return the tensors in nested tuples, lists, dicts and objects such as model outputs."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if depth == 0 or value is None or isinstance(value, (str, bytes, int, float, bool)):
+        return []
+    if isinstance(value, dict):
+        items: list[object] = list(value.values())
+    elif isinstance(value, (list, tuple)):
+        items = list(value)
+    elif hasattr(value, "__dict__") and not isinstance(value, nn.Module):
+        items = list(vars(value).values())
+    else:
+        return []
+    return [tensor for item in items for tensor in tensors_in(item, depth - 1)]

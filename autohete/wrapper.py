@@ -1,0 +1,222 @@
+"""AutoHeteWrapper: what users import."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from autohete.config import Config
+from autohete.planning import Plan
+from autohete.run import Run
+from autohete.run_report import RunReport, chrome_trace
+
+
+class AutoHeteWrapper(nn.Module):
+    """Train `model` with `optimizer` within `gpu_mem` of device memory and `cpu_mem` of the host's.
+
+    The loop does not change: call the wrapper as the model, `loss.backward()`,
+    `optimizer.step()`, `optimizer.zero_grad()`. Move it once with `.cuda()`, or with `.to("cpu")`
+    for the host device. Results are those of plain PyTorch. Attributes, parameters and state_dict
+    keys are the model's own.
+
+    The first training step runs under the plan that needs least memory while it is measured; from
+    the second on the planner's decision is used (`plan`).
+
+    Args:
+        model: any torch.nn.Module.
+        optimizer: of its parameters. Adam, AdamW and autohete.CPUAdamW are updated unit by unit;
+            others run their own step.
+        gpu_mem: device memory in bytes or as "24GiB"; measured when left out (GPU only).
+        cpu_mem: host memory likewise; measured when left out.
+        options: see autohete.config.Config.
+
+    Raises:
+        ValueError: a keyword that cannot be honoured, or a pair that does not belong together.
+        InfeasibleError: (a ValueError) no plan can fit the budgets.
+
+    Example:
+        >>> model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> model = AutoHeteWrapper(model, optimizer, gpu_mem="1MiB", profile_path=None).to("cpu")
+        >>> model(torch.ones(2, 8)).sum().backward()
+        >>> optimizer.step()
+        >>> model.unwrap()  # doctest: +ELLIPSIS
+        Sequential(...
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        gpu_mem: int | float | str | None = None,
+        cpu_mem: int | float | str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        try:
+            config = Config(gpu_mem=gpu_mem, cpu_mem=cpu_mem, **options)
+        except TypeError as error:
+            raise ValueError(f"AutoHeteWrapper: {error}; see autohete.config.Config") from None
+        if isinstance(model, AutoHeteWrapper):
+            raise ValueError(
+                "model: this is an AutoHeteWrapper already, expected a plain module; call "
+                "unwrap() on it before wrapping again"
+            )
+        vars(self)["module"] = model
+        vars(self)["optimizer"] = optimizer
+        vars(self)["config"] = config
+        vars(self)["run"] = None
+        self.training = model.training
+
+    # ---------------------------------------------------------------- attaching
+
+    def _attach(self, device: torch.device) -> None:
+        if self.run is None:
+            vars(self)["run"] = Run(self.module, self.optimizer, self.config, device)
+            return
+        have = self.run.side.torch_device
+        if device.type != have.type or (device.index not in (None, have.index)):
+            raise ValueError(
+                f"AutoHeteWrapper.to: device is {device}, expected {have}, where it trains already; "
+                "unwrap() before moving"
+            )
+
+    def to(self, *args: Any, **kwargs: Any) -> AutoHeteWrapper:
+        """Attach to the device. Later calls with the same device do nothing."""
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        if dtype is not None:
+            raise ValueError(
+                f"AutoHeteWrapper.to: dtype is {dtype}, expected none; use precision= when wrapping"
+            )
+        if device is not None:
+            self._attach(device)
+        return self
+
+    def cuda(self, device: int | torch.device | None = None) -> AutoHeteWrapper:
+        """Attach to a GPU."""
+        index = device.index if isinstance(device, torch.device) else device
+        self._attach(torch.device("cuda", index) if index is not None else torch.device("cuda"))
+        return self
+
+    def cpu(self) -> AutoHeteWrapper:
+        """Attach to the host device."""
+        self._attach(torch.device("cpu"))
+        return self
+
+    def unwrap(self) -> nn.Module:
+        """Detach and return the model; it and the optimizer go on as plain PyTorch objects."""
+        if self.run is not None:
+            self.run.detach()
+            vars(self)["run"] = None
+        return self.module
+
+    def _the_run(self, what: str) -> Run:
+        if self.run is None:
+            raise RuntimeError(
+                f"AutoHeteWrapper.{what}: not on a device yet (or unwrapped); call .cuda() or "
+                '.to("cpu") first'
+            )
+        return self.run
+
+    # ---------------------------------------------------------------- training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model; attaches to the GPU, or to the host device, when that was not done."""
+        if self.run is None:
+            self._attach(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        return self.module(*args, **kwargs)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in use; None until the first step was measured."""
+        return None if self.run is None else self.run.plan
+
+    def report(self) -> RunReport:
+        """Return what was predicted and measured so far."""
+        return RunReport.of(self._the_run("report"))
+
+    def trace(self, path: str | Path | None = None) -> None:
+        """Record every lane's work from now on; with `path`, write it as a Chrome trace and stop."""
+        run = self._the_run("trace")
+        if path is None:
+            run.engine.record_timeline(True)
+            return
+        run.synchronize()
+        spans = run.engine.take_timeline()
+        run.engine.record_timeline(False)
+        Path(path).write_text(json.dumps(chrome_trace(spans, [u.name for u in run.units])))
+
+    def synchronize(self) -> None:
+        """Wait until nothing is in flight: every tensor holds its newest value, views included."""
+        self._the_run("synchronize").synchronize()
+
+    # ---------------------------------------------------------------- the model's own surface
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("module", "run"):  # not set yet: a failed constructor, or unpickling
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "training" or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.module.named_buffers(*args, **kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        return self.module.named_modules(*args, **kwargs)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        return self.module.named_children()
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return self.module.parameters(recurse)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+    def train(self, mode: bool = True) -> AutoHeteWrapper:
+        vars(self)["training"] = mode
+        self.module.train(mode)
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> AutoHeteWrapper:
+        self.module.requires_grad_(requires_grad)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.module.zero_grad(set_to_none)
+
+    def apply(self, fn: Any) -> AutoHeteWrapper:
+        self.module.apply(fn)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> AutoHeteWrapper:
+        raise ValueError(
+            "AutoHeteWrapper: dtype conversions (half(), float(), double()) are not possible after "
+            "wrapping; use precision= when wrapping, or unwrap() first"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Return a plain copy of the model (not wrapped)."""
+        import copy
+
+        return copy.deepcopy(self.module, memo)
+
+    def __repr__(self) -> str:
+        return f"AutoHeteWrapper({self.module!r})"

@@ -1,0 +1,238 @@
+"""How fast the CPU AdamW is, beside torch, DeepSpeed and the memory itself.
+
+Everything is measured in one process, interleaved: each round runs every competitor once, and the
+medians of the rounds are compared. The table ends with how busy the machine was.
+
+    python benchmarks/adamw.py                           # peers that are installed
+    python benchmarks/adamw.py --yardstick stream.cpp    # and plain memory streams, see --help
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autohete import _C
+from autohete.optim import CPUAdamW
+
+Competitor = tuple[str, Callable[[], object]]
+
+
+def cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+Times = tuple[float, float]  # median and best, in milliseconds
+
+
+def measure(
+    competitors: list[Competitor],
+    rounds: int,
+    repeat: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Times]:
+    """Return each competitor's median and best time; the order turns from round to round."""
+    times: dict[str, list[float]] = {name: [] for name, _ in competitors}
+    for _, run in competitors:
+        run()
+    for r in range(rounds):
+        for i in range(len(competitors)):
+            name, run = competitors[(i + r) % len(competitors)]
+            start = clock()
+            for _ in range(repeat):
+                run()
+            times[name].append((clock() - start) / repeat * 1e3)
+    return {name: (statistics.median(taken), min(taken)) for name, taken in times.items()}
+
+
+def table(title: str, times: dict[str, Times], ours: str) -> None:
+    """Print medians and best times, and both as multiples of ours (above 1: ours is faster)."""
+    print(f"\n### {title}\n")
+    print(
+        "| | median ms | best ms | median / ours | best / ours |\n| --- | --- | --- | --- | --- |"
+    )
+    for name, (median, best) in times.items():
+        print(f"| {name} | {median:.3g} | {best:.3g} "
+              f"| {median / times[ours][0]:.2f} | {best / times[ours][1]:.2f} |")  # fmt: skip
+
+
+def yardstick(source: str, numel: int, threads: int) -> list[Competitor]:
+    """Compile the stream loops; the limit is a loop that reads 4 fp32 streams and writes 3."""
+    folder = tempfile.mkdtemp()
+    library = f"{folder}/libstream.so"
+    flags = ["-O3", "-std=c++17", "-march=native", "-fPIC", "-fopenmp", "-shared"]
+    subprocess.run(["g++", *flags, source, "-o", library], check=True)
+    stream = ctypes.CDLL(library)
+    # Written once, or the gradient would be the zero page over and over.
+    arrays = [torch.full((numel,), 1e-3) for _ in range(4)]
+    pointers = [ctypes.c_void_p(a.data_ptr()) for a in arrays]
+    n = ctypes.c_size_t(numel)
+
+    def halves() -> object:
+        return stream.s_r4w3(*pointers, n, threads, 0), arrays
+
+    def tiles() -> object:
+        return stream.s_r4w3_tile(*pointers, n, threads, ctypes.c_size_t(65536)), arrays
+
+    return [("yardstick (read 4, write 3)", halves), ("yardstick in tiles", tiles)]
+
+
+def parameters(sizes: list[int], dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+    made = []
+    for size in sizes:
+        p = torch.nn.Parameter(torch.randn(size).to(dtype))
+        p.grad = torch.randn(size).to(dtype) * 1e-2
+        made.append(p)
+    return made
+
+
+def deepspeed_adam(params: list[torch.nn.Parameter]) -> Any | None:
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+    except ImportError:
+        return None
+    return DeepSpeedCPUAdam(params, adamw_mode=True)
+
+
+def fp32_step(
+    sizes: list[int], workers: _C.Workers, stick: list[Competitor], foreach: bool = True
+) -> list[Competitor]:
+    """Return plain fp32 optimizers, each with tensors of its own."""
+    ours = CPUAdamW(parameters(sizes), num_workers=workers.num_workers)
+    competitors: list[Competitor] = [("autohete CPUAdamW", ours.step)]
+    competitors.append(("torch fused", torch.optim.AdamW(parameters(sizes), fused=True).step))
+    if foreach:
+        competitors.append(
+            ("torch foreach", torch.optim.AdamW(parameters(sizes), foreach=True).step)
+        )
+    if (peer := deepspeed_adam(parameters(sizes))) is not None:
+        competitors.append(("DeepSpeedCPUAdam", peer.step))
+    return competitors + stick
+
+
+def separate_passes(optimizer: Any, numel: int) -> Callable[[], None]:
+    """Return a bf16 step as others make it: widen, unscale and clip, update, round."""
+    master = optimizer.param_groups[0]["params"][0]
+    grad = torch.randn(numel).bfloat16()
+    half = torch.empty(numel, dtype=torch.bfloat16)
+
+    def step() -> None:
+        master.grad.copy_(grad)
+        master.grad.mul_(0.5)
+        optimizer.step()
+        half.copy_(master.detach())
+
+    return step
+
+
+def one_pass(
+    numel: int, workers: _C.Workers, out: bool = False, edits: bool = True
+) -> Callable[[], Any]:
+    """Return the kernel's own bf16 step: bf16 gradient in, bf16 copy out."""
+    hyper = _C.AdamHyper(
+        lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, grad_scale=0.5
+    )
+    state = [torch.randn(numel), torch.zeros(numel), torch.zeros(numel)]
+    half = state[0].bfloat16() if edits else None
+    update = (hyper, 3.0, torch.randn(numel).bfloat16(), *state, None, half)
+    there = [tuple(torch.zeros(numel) for _ in range(3))] if out else None
+    return lambda: _C.adamw_(workers, [update], out=there)
+
+
+def half_step(numel: int, workers: _C.Workers, stick: list[Competitor]) -> list[Competitor]:
+    fused = torch.optim.AdamW(parameters([numel]), fused=True)
+    competitors = [
+        ("autohete, one pass", one_pass(numel, workers)),
+        ("torch fused, separate passes", separate_passes(fused, numel)),
+    ]
+    if (peer := deepspeed_adam(parameters([numel]))) is not None:
+        competitors.append(("DeepSpeed, separate passes", separate_passes(peer, numel)))
+    return competitors + stick
+
+
+def in_and_out_of_place(numel: int, workers: _C.Workers) -> list[Competitor]:
+    return [
+        ("in place", one_pass(numel, workers, edits=False)),
+        ("out of place", one_pass(numel, workers, out=True, edits=False)),
+    ]
+
+
+def levels(numel: int, workers: _C.Workers) -> list[Competitor]:
+    hyper = _C.AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
+    state: list[Tensor] = [torch.randn(numel), torch.zeros(numel), torch.zeros(numel)]
+    update = (hyper, 3.0, torch.randn(numel), *state, None, None)
+
+    def at(level: str) -> Callable[[], Any]:
+        return lambda: _C.adamw_(workers, [update], level=level)
+
+    return [(level, at(level)) for level in reversed(_C.cpu_features()["supported"])]
+
+
+def with_a_busy_core(numel: int, rounds: int, workers: _C.Workers) -> None:
+    """Measure while another process spins on one of the cores this one may use."""
+    core = max(os.sched_getaffinity(0))
+    spin = subprocess.Popen(["taskset", "-c", str(core), "sh", "-c", "while :; do :; done"])
+    try:
+        medians = measure(fp32_step([numel], workers, [], foreach=False), rounds, repeat=5)
+    finally:
+        spin.kill()
+        spin.wait()
+    table(f"{numel:,} fp32 parameters, core {core} taken by a neighbour", medians,
+          "autohete CPUAdamW")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--numel", type=int, nargs="+", default=[10_000_000, 100_000_000])
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--yardstick", help="C++ source with s_r4w3(p, m, v, g, n, threads, 0)")
+    parser.add_argument(
+        "--alone",
+        action="store_true",
+        help="one thread, processor time instead of wall time: for machines that others use too",
+    )
+    args = parser.parse_args()
+    clock = time.process_time if args.alone else time.perf_counter
+    if args.alone:
+        torch.set_num_threads(1)
+    workers = _C.Workers(1 if args.alone else _C.default_num_workers())
+    print(f"{cpu_name()}, {_C.cpu_features()}, {workers.num_workers} workers, torch "
+          f"{torch.__version__} with {torch.get_num_threads()} threads, "
+          f"load before: {os.getloadavg()[0]:.2f}")  # fmt: skip
+
+    def compare(title: str, competitors: list[Competitor], repeat: int = 1) -> None:
+        times = measure(competitors, args.rounds, repeat, clock)
+        table(title, times, ours=competitors[0][0])
+
+    for numel in args.numel:
+        stick = yardstick(args.yardstick, numel, workers.num_workers) if args.yardstick else []
+        size = f"{numel:,} parameters"
+        compare(f"{size}, fp32", fp32_step([numel], workers, stick))
+        compare(f"{size}, bf16 gradient and copy, fp32 master", half_step(numel, workers, stick))
+        compare(f"{size}, bf16 gradient, in and out of place", in_and_out_of_place(numel, workers))
+    compare("1000 tensors of 10,000, fp32", fp32_step([10_000] * 1000, workers, []))
+    compare("1000 tensors of 10, fp32", fp32_step([10] * 1000, workers, []))
+    compare("10,000,000 parameters by instruction set", levels(10_000_000, workers))
+    compare("100,000 parameters (in cache) by instruction set", levels(100_000, workers), repeat=20)
+    if not args.alone:
+        with_a_busy_core(1_000_000, args.rounds, workers)
+    print(f"\nload after: {os.getloadavg()[0]:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What setup.py needs to build the native modules. Not installed."""

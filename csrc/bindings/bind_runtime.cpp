@@ -1,0 +1,202 @@
+// autohete._C, the part that trains: devices and the engine with tensors. Names and meaning are
+// those of the C++ classes; every method that can block drops the GIL inside.
+#include <pybind11/functional.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <string>
+
+#include "csrc/bindings/budget_allocator.h"
+#include "csrc/bindings/torch_engine.h"
+#include "csrc/device/host_device.h"
+#include "csrc/device/host_store.h"
+
+namespace py = pybind11;
+
+namespace autohete {
+namespace {
+
+// A host device with its two budgets and its links, as Python holds it.
+struct HostMachine {
+  std::shared_ptr<Budget> device_budget, host_budget;
+  std::shared_ptr<HostStore> store;
+  std::shared_ptr<HostDevice> device;
+  std::shared_ptr<ActivationAccount> account;
+
+  HostMachine(std::size_t gpu_mem, std::size_t cpu_mem, bool pin, py::object warn)
+      : device_budget(std::make_shared<Budget>(gpu_mem)),
+        host_budget(std::make_shared<Budget>(cpu_mem)),
+        account(std::make_shared<ActivationAccount>()) {
+    HostStoreOptions options{device_budget, host_budget, pin, {}};
+    if (!warn.is_none()) {
+      options.warn = [warn](const std::string& text) {
+        py::gil_scoped_acquire gil;
+        warn(text);
+      };
+    }
+    store = std::make_shared<HostStore>(std::move(options));
+    device = std::make_shared<HostDevice>(device_budget);
+    account->budget = device_budget;
+  }
+  HostLink& link(CopyDirection direction) { return device->link(direction); }
+};
+
+void bind_device(py::module_& module) {
+  py::enum_<CopyDirection>(module, "CopyDirection")
+      .value("HOST_TO_DEVICE", CopyDirection::kHostToDevice)
+      .value("DEVICE_TO_HOST", CopyDirection::kDeviceToHost);
+  py::enum_<Direction>(module, "Direction")
+      .value("FORWARD", Direction::kForward)
+      .value("FORWARD_ONLY", Direction::kForwardOnly)
+      .value("BACKWARD", Direction::kBackward);
+  py::class_<DeviceHandle>(module, "DeviceHandle");
+  const auto charge = [](HostMachine& self, bool on) {
+    return set_activation_account(on ? self.account : nullptr) != nullptr;
+  };
+  py::class_<HostMachine, std::shared_ptr<HostMachine>>(module, "HostMachine")
+      .def(py::init<std::size_t, std::size_t, bool, py::object>(), py::arg("gpu_mem"),
+           py::arg("cpu_mem"), py::arg("pin") = true, py::arg("warn") = py::none())
+      .def("handle",
+           [](HostMachine& self) { return DeviceHandle{self.device, self.store, c10::kCPU}; })
+      .def("charge_activations", charge, py::arg("on"))
+      .def("set_advice", [](HostMachine& self, std::string text) { self.account->advice = text; })
+      .def("device_used", [](HostMachine& self) { return self.device_budget->used(); })
+      .def("device_peak", [](HostMachine& self) { return self.device_budget->peak(); })
+      .def("device_limit", [](HostMachine& self) { return self.device_budget->limit(); })
+      .def("set_device_limit",
+           [](HostMachine& self, std::size_t bytes) { self.device_budget->set_limit(bytes); })
+      .def("reset_device_peak", [](HostMachine& self) { self.device_budget->reset_peak(); })
+      .def("host_used", [](HostMachine& self) { return self.host_budget->used(); })
+      .def("host_peak", [](HostMachine& self) { return self.host_budget->peak(); })
+      .def("host_limit", [](HostMachine& self) { return self.host_budget->limit(); })
+      .def(
+          "set_link",
+          [](HostMachine& self, CopyDirection direction, double bytes_per_second,
+             double latency_seconds, double duplex_factor) {
+            self.link(direction).set_speed({bytes_per_second, latency_seconds, duplex_factor});
+          },
+          py::arg("direction"), py::arg("bytes_per_second"), py::arg("latency_seconds") = 0.0,
+          py::arg("duplex_factor") = 1.0)
+      .def("set_random_delays", [](HostMachine& self, std::uint64_t seed,
+                                   double max_seconds) {
+             self.link(CopyDirection::kHostToDevice).set_random_delays(seed, max_seconds);
+             self.link(CopyDirection::kDeviceToHost).set_random_delays(seed + 1, max_seconds);
+           })
+      .def("hold", [](HostMachine& self, CopyDirection d) { self.link(d).hold(); })
+      .def("release", [](HostMachine& self, CopyDirection d, std::size_t n) {
+             self.link(d).release(n);
+           })
+      .def("release_all", [](HostMachine& self, CopyDirection d) { self.link(d).release_all(); })
+      .def("fail_next_copies",
+           [](HostMachine& self, CopyDirection d, std::size_t n) { self.link(d).fail_next(n); })
+      .def("num_copies_ended",
+           [](HostMachine& self, CopyDirection d) { return self.link(d).num_ended(); })
+      .def("refuse_pinning", [](HostMachine& self,
+                                std::size_t bytes) { self.store->refuse_pinning(bytes); })
+      .def("set_poison", [](HostMachine& self, bool on) { self.store->set_poison(on); });
+}
+
+py::dict counters(TorchEngine& self) {
+  const EngineCounters c = self.engine().counters();
+  py::dict out;
+  out["h2d_bytes"] = c.h2d_bytes;
+  out["d2h_bytes"] = c.d2h_bytes;
+  out["updates"] = c.updates;
+  out["slot_misses"] = c.slot_misses;
+  out["wait_update_seconds"] = c.wait_update_seconds;
+  out["wait_upload_seconds"] = c.wait_upload_seconds;
+  out["wait_gradients_seconds"] = c.wait_gradients_seconds;
+  return out;
+}
+
+// Residency and progress in words, see csrc/runtime/unit_state.h.
+py::tuple unit_state(TorchEngine& self, int unit) {
+  static constexpr const char* kResidency[] = {"host", "uploading", "resident", "computing"};
+  static constexpr const char* kProgress[] = {"idle", "leaving", "landed", "committed", "updating"};
+  const UnitState state = self.engine().state(unit);
+  return py::make_tuple(kResidency[static_cast<int>(state.residency)],
+                        kProgress[static_cast<int>(state.progress)]);
+}
+
+// (lane, unit, what, start_seconds, end_seconds, bytes) of everything since the last call.
+py::list take_timeline(TorchEngine& self) {
+  py::list spans;
+  for (const TimelineSpan& span : self.engine().timeline().take())
+    spans.append(py::make_tuple(static_cast<int>(span.lane), span.unit, span.what,
+                                span.start_seconds, span.end_seconds, span.bytes));
+  return spans;
+}
+
+// The state of one parameter, under torch's names.
+py::dict state(TorchEngine& self, int unit, int index) {
+  const TorchParameter& parameter = self.unit(unit).parameters().at(index);
+  py::dict out;
+  if (!parameter.step.defined()) return out;
+  out["step"] = parameter.step;
+  out["exp_avg"] = parameter.exp_avg.tensor();
+  out["exp_avg_sq"] = parameter.exp_avg_sq.tensor();
+  if (parameter.max_exp_avg_sq.defined()) out["max_exp_avg_sq"] = parameter.max_exp_avg_sq.tensor();
+  if (parameter.master.defined()) out["master"] = parameter.master.tensor();
+  return out;
+}
+
+void bind_engine(py::module_& module) {
+  py::class_<TorchEngine>(module, "Engine")
+      .def(py::init<DeviceHandle, int>(), py::arg("device"), py::arg("num_workers") = 0)
+      .def("add_unit", &TorchEngine::add_unit, py::arg("name"), py::arg("parameters"),
+           py::arg("masters"), py::arg("updated"), py::arg("with_state"), py::arg("amsgrad"),
+           py::arg("plan"))
+      .def("configure", &TorchEngine::configure, py::arg("plans"), py::arg("window"),
+           py::arg("chunk_bytes"))
+      .def("leave", &TorchEngine::leave)
+      .def("acquire", &TorchEngine::acquire)
+      .def("release", &TorchEngine::release)
+      .def("send_gradients", &TorchEngine::send_gradients)
+      .def("finish_backward", &TorchEngine::finish_backward)
+      .def("abandon", &TorchEngine::abandon)
+      .def("settle", &TorchEngine::settle)
+      .def("settle_gradients", &TorchEngine::settle_gradients)
+      .def("synchronize", &TorchEngine::synchronize)
+      .def("missing_state", &TorchEngine::missing_state)
+      .def("make_state", &TorchEngine::make_state)
+      .def("forget_state", [](TorchEngine& s, int unit, int i) { s.unit(unit).forget_state(i); })
+      .def("state", &state)
+      .def("adopt_state",
+           [](TorchEngine& self, int unit, int index, at::Tensor step, at::Tensor exp_avg,
+              at::Tensor exp_avg_sq, std::optional<at::Tensor> max_exp_avg_sq,
+              std::optional<at::Tensor> master) {
+             self.settle(unit);
+             self.unit(unit).adopt_state(index, step, exp_avg, exp_avg_sq, max_exp_avg_sq, master);
+           })
+      .def("set_group", &TorchEngine::set_group)
+      .def("commit", &TorchEngine::commit)
+      .def("num_units", &TorchEngine::num_units)
+      .def("num_workers", [](TorchEngine& self) { return self.workers().num_workers(); })
+      .def("param_bytes", [](TorchEngine& s, int unit) { return s.unit(unit).param_bytes(); })
+      .def("gradient_bytes", [](TorchEngine& s, int unit) { return s.unit(unit).gradient_bytes(); })
+      .def("state_bytes", [](TorchEngine& s, int unit) { return s.unit(unit).state_bytes(); })
+      .def("unit_state", &unit_state)
+      .def("counters", &counters)
+      .def("record_timeline", [](TorchEngine& s, bool on) { s.engine().timeline().enable(on); })
+      .def("take_timeline", &take_timeline);
+}
+
+}  // namespace
+
+void bind_runtime(py::module_& module) {
+  static PyObject* out_of_memory =
+      py::module_::import("torch").attr("OutOfMemoryError").cast<py::object>().release().ptr();
+  py::register_exception_translator([](std::exception_ptr error) {
+    try {
+      std::rethrow_exception(error);
+    } catch (const OutOfMemory& e) {
+      PyErr_SetString(out_of_memory, e.what());
+    }
+  });
+  bind_device(module);
+  bind_engine(module);
+}
+
+}  // namespace autohete

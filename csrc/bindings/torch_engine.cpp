@@ -1,0 +1,285 @@
+#include "csrc/bindings/torch_engine.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <tuple>
+#include <utility>
+
+#include "csrc/base/check.h"
+#include "csrc/kernels/kernels.h"
+
+namespace autohete {
+
+using NoGil = pybind11::gil_scoped_release;
+
+TorchEngine::TorchEngine(DeviceHandle handle, int num_workers)
+    : handle_(std::move(handle)),
+      workers_(num_workers > 0 ? num_workers : default_num_workers()),
+      copy_streams_{handle_.device->create_stream(CopyDirection::kHostToDevice),
+                    handle_.device->create_stream(CopyDirection::kDeviceToHost)},
+      engine_(*handle_.device, *handle_.store, workers_) {
+  engine_.set_wait_tick([] {
+    const pybind11::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();  // Ctrl-C
+  });
+}
+
+TorchEngine::~TorchEngine() = default;
+
+int TorchEngine::add_unit(const std::string& name, const std::vector<at::Tensor>& parameters,
+                          const std::vector<std::optional<at::Tensor>>& masters,
+                          const std::vector<bool>& updated, bool with_state, bool amsgrad, const UnitPlan& plan) {
+  std::vector<at::Tensor> known;
+  for (const std::optional<at::Tensor>& master : masters)
+    known.push_back(master.value_or(at::Tensor()));
+  units_.push_back(std::make_unique<TorchUnit>(name, parameters, known, updated, with_state, amsgrad, plan,
+                                               *handle_.store, handle_.torch_device));
+  versions_.push_back(0);
+  users_.push_back(0);
+  touched_.push_back(false);
+  return num_units() - 1;
+}
+
+CopyAndWait TorchEngine::copier() {
+  return [this](const BlockPtr& dst, const BlockPtr& src) {
+    Device& device = *handle_.device;
+    const bool to_device = dst->tier() == Tier::kDevice;
+    const StreamId stream = copy_streams_[to_device ? 0 : 1];
+    use_current_stream();
+    device.wait(stream, device.record(kComputeStream));
+    device.copy_async(dst->data(), src->data(), std::min(dst->bytes(), src->bytes()), stream);
+    const Event done = device.record(stream);
+    NoGil no_gil;
+    device.synchronize(done);
+  };
+}
+
+void TorchEngine::configure(const std::vector<UnitPlan>& plans, int window,
+                            std::size_t chunk_bytes) {
+  require(plans.size() == units_.size(), "plan: it has ", plans.size(), " units, expected ",
+          units_.size(), " (this model's); make a new plan");
+  synchronize();
+  for (int i = 0; i < num_units(); ++i) settle(i);
+  {
+    NoGil no_gil;
+    engine_.configure({}, EngineOptions{window, chunk_bytes});  // gives the slots back
+  }
+  // What leaves the device goes first, so that there is room for what comes.
+  const auto leaves = [](const UnitPlan& from, const UnitPlan& to) {
+    return (from.parameters == Tier::kDevice && to.parameters == Tier::kHost) ||
+           (from.optimizer_state == Tier::kDevice && to.optimizer_state == Tier::kHost);
+  };
+  const CopyAndWait copy = copier();
+  std::exception_ptr failure;
+  try {
+    for (int i = 0; i < num_units(); ++i)
+      if (leaves(units_[i]->plan(), plans[i])) units_[i]->rehome(plans[i], *handle_.store, copy);
+    for (int i = 0; i < num_units(); ++i) units_[i]->rehome(plans[i], *handle_.store, copy);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  std::vector<UnitBlocks> blocks;
+  for (const auto& unit : units_) blocks.push_back(unit->blocks());
+  {
+    NoGil no_gil;
+    engine_.configure(std::move(blocks), EngineOptions{window, chunk_bytes});
+  }
+  if (failure) std::rethrow_exception(failure);
+}
+
+void TorchEngine::leave() {
+  synchronize();
+  for (int i = 0; i < num_units(); ++i) {
+    settle(i);
+    units_[i]->leave();
+  }
+  {
+    NoGil no_gil;
+    engine_.configure({}, EngineOptions{});
+  }
+  units_.clear();
+}
+
+// CUDA: the stream the user's kernels run on is looked up when a hook runs, never kept.
+void TorchEngine::use_current_stream() {
+  if (handle_.torch_device.is_cpu()) return;
+  const c10::impl::VirtualGuardImpl guard(handle_.torch_device.type());
+  handle_.device->set_compute_stream(
+      reinterpret_cast<std::uintptr_t>(guard.getStream(handle_.torch_device).native_handle()));
+}
+
+void TorchEngine::point(int unit, const BlockPtr& block) {
+  units_[unit]->point_parameters(block);
+}
+
+void TorchEngine::acquire(int index, Direction direction) {
+  use_current_stream();
+  land(/*all=*/false);
+  TorchUnit& unit = *units_.at(index);
+  if (users_[index]++ == 0) {
+    if (unit.adopt_replaced()) settle(index);
+    if (unit.gradients_leaving()) settle_gradients(index);  // the next backward adds to them
+    versions_[index] = unit.versions();
+  }
+  BlockPtr block;
+  try {
+    NoGil no_gil;
+    block = engine_.acquire(index, direction);
+  } catch (...) {
+    --users_[index];
+    throw;
+  }
+  point(index, block);
+}
+
+void TorchEngine::release(int index) {
+  if (users_.at(index) == 0) return;
+  use_current_stream();
+  const bool edited = --users_[index] == 0 && units_[index]->versions() != versions_[index];
+  touched_[index] = touched_[index] || edited;
+  BlockPtr block;
+  {
+    NoGil no_gil;
+    block = engine_.release(index, edited);
+  }
+  point(index, block);
+}
+
+void TorchEngine::send(int index) {
+  TorchUnit& unit = *units_[index];
+  if (unit.plan().gradients != Tier::kHost || !unit.has_unsent_gradients()) return;
+  if (unit.gradients_leaving()) settle_gradients(index);
+  std::vector<CopySegment> segments = unit.collect_gradients();
+  if (!unit.gradients_leaving()) return;
+  NoGil no_gil;
+  engine_.send_gradients(index, std::move(segments));
+}
+
+void TorchEngine::send_gradients(int index) {
+  use_current_stream();
+  send(index);
+  {
+    NoGil no_gil;
+    engine_.wait_gradients_below(kMaxUnitsLeaving + 1);
+  }
+  land(/*all=*/false);
+}
+
+void TorchEngine::finish_backward() {
+  use_current_stream();
+  for (int i = num_units() - 1; i >= 0; --i) {
+    while (users_[i] > 0) release(i);
+    send(i);
+    land(/*all=*/false);
+  }
+}
+
+// Gradients whose copies are over point at the host from here on.
+void TorchEngine::land(bool all) {
+  for (int i = 0; i < num_units(); ++i) {
+    if (!units_[i]->gradients_leaving()) continue;
+    if (all) {
+      settle_gradients(i);
+    } else if (engine_.gradients_landed(i)) {
+      if (units_[i]->land_gradients()) send(i);
+    }
+  }
+}
+
+void TorchEngine::settle_gradients(int index) {
+  TorchUnit& unit = *units_.at(index);
+  while (unit.gradients_leaving()) {
+    {
+      NoGil no_gil;
+      engine_.wait_gradients(index);
+    }
+    if (!unit.land_gradients()) return;
+    std::vector<CopySegment> segments = unit.collect_gradients();
+    if (!unit.gradients_leaving()) return;
+    NoGil no_gil;
+    engine_.send_gradients(index, std::move(segments));
+  }
+}
+
+void TorchEngine::settle(int index) {
+  if (engine_.num_units() == 0) return;  // between add_unit() and configure(): all is at home
+  use_current_stream();
+  settle_gradients(index);
+  BlockPtr block;
+  {
+    NoGil no_gil;
+    block = engine_.settle(index);
+  }
+  touched_[index] = true;
+  if (users_[index] == 0) point(index, block);
+}
+
+void TorchEngine::synchronize() {
+  land(/*all=*/true);
+  NoGil no_gil;
+  engine_.synchronize();
+}
+
+std::vector<std::pair<int, int>> TorchEngine::missing_state() {
+  std::vector<std::pair<int, int>> missing;
+  for (int u = 0; u < num_units(); ++u) {
+    const std::vector<TorchParameter>& parameters = units_[u]->parameters();
+    for (int i = 0; i < static_cast<int>(parameters.size()); ++i) {
+      const TorchParameter& parameter = parameters[i];
+      if (parameter.group >= 0 && !parameter.step.defined() &&
+          parameter.value.tensor().grad().defined())
+        missing.emplace_back(u, i);
+    }
+  }
+  return missing;
+}
+
+void TorchEngine::set_group(int unit, int index, int group) {
+  TorchParameter& parameter = units_.at(unit)->parameters().at(index);
+  require((parameter.group >= 0) == (group >= 0), "optimizer: a parameter of unit ",
+          units_[unit]->name(), " joined or left the optimizer after wrapping; unwrap() first");
+  parameter.group = group;
+}
+
+void TorchEngine::commit(const std::vector<AdamHyper>& hypers) {
+  use_current_stream();
+  for (int i = 0; i < num_units(); ++i) {
+    TorchUnit& unit = *units_[i];
+    while (users_[i] > 0) release(i);
+    const bool host = unit.plan().optimizer_state == Tier::kHost;
+    const bool replaced = unit.adopt_replaced();
+    if (!host) continue;
+    if (replaced || touched_[i]) {
+      settle(i);
+      unit.take_edits(copier());
+      touched_[i] = false;
+    }
+    send(i);
+    std::vector<AdamSpan> spans = unit.make_spans(hypers);
+    if (spans.empty()) continue;
+    NoGil no_gil;
+    engine_.commit(i, [this, spans = std::move(spans)] {
+      adamw(spans.data(), spans.size(), workers_);
+    });
+  }
+  if (handle_.torch_device.is_cpu()) update_on_device(hypers);
+  NoGil no_gil;
+  engine_.begin_iteration();
+}
+
+// The host device's own update: on the calling thread and the workers, as device compute would be.
+void TorchEngine::update_on_device(const std::vector<AdamHyper>& hypers) {
+  std::vector<AdamSpan> spans;
+  for (const auto& unit : units_) {
+    if (unit->plan().optimizer_state != Tier::kDevice) continue;
+    std::vector<AdamSpan> more = unit->make_spans(hypers);
+    spans.insert(spans.end(), more.begin(), more.end());
+  }
+  if (spans.empty()) return;
+  NoGil no_gil;
+  adamw(spans.data(), spans.size(), workers_);
+}
+
+}  // namespace autohete

@@ -1,0 +1,95 @@
+// The engine with tensors: what Python's hooks call. Each method does the engine's part without the
+// GIL and then points the unit's tensors at the block it got.
+//
+// Thread rule: the hook thread, with the GIL.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "csrc/bindings/torch_unit.h"
+#include "csrc/device/device.h"
+#include "csrc/device/store.h"
+#include "csrc/runtime/engine.h"
+#include "csrc/runtime/workers.h"
+
+namespace autohete {
+
+// A device and its memory, as Python builds them.
+struct DeviceHandle {
+  std::shared_ptr<Device> device;
+  std::shared_ptr<Store> store;
+  c10::Device torch_device{c10::kCPU};
+};
+
+class TorchEngine {
+ public:
+  TorchEngine(DeviceHandle handle, int num_workers);
+  ~TorchEngine();
+
+  // --- set-up, with nothing in flight
+  int add_unit(const std::string& name, const std::vector<at::Tensor>& parameters,
+               const std::vector<std::optional<at::Tensor>>& masters,
+               const std::vector<bool>& updated, bool with_state, bool amsgrad, const UnitPlan& plan);
+  // Applies a plan: moves what has to move and makes the slots. On OutOfMemory nothing has changed
+  // but the slots: call again with a smaller plan.
+  void configure(const std::vector<UnitPlan>& plans, int window, std::size_t chunk_bytes);
+  // Gives all tensors plain memory; the engine is empty afterwards.
+  void leave();
+
+  // --- forward and backward
+  void acquire(int unit, Direction direction);
+  void release(int unit);
+  // Backward is through with the unit: its gradients leave, if the plan says so. Waits when more
+  // than kMaxUnitsLeaving units' gradients are still on the device.
+  void send_gradients(int unit);
+  // Every unit that is still acquired or has new gradients: released and sent.
+  void finish_backward();
+  void abandon() { engine_.abandon(); }
+
+  // --- what the user touches
+  // The unit's parameters, moments and gradients hold their newest values and nothing writes them.
+  void settle(int unit);
+  // The gradients are whole and where the user sees them; updates may go on.
+  void settle_gradients(int unit);
+  void synchronize();
+
+  // --- the step
+  // (unit, index) of parameters that have a gradient and no optimizer state yet.
+  std::vector<std::pair<int, int>> missing_state();
+  void make_state(int unit, int index) { units_.at(unit)->make_state(index); }
+  void set_group(int unit, int index, int group);
+  // Starts the update of every unit that has gradients and returns. `hypers` by group.
+  void commit(const std::vector<AdamHyper>& hypers);
+
+  TorchUnit& unit(int index) { return *units_.at(index); }
+  int num_units() const { return static_cast<int>(units_.size()); }
+  Engine& engine() { return engine_; }
+  Workers& workers() { return workers_; }
+  const DeviceHandle& device() const { return handle_; }
+
+ private:
+  static constexpr int kMaxUnitsLeaving = 2;
+
+  void use_current_stream();
+  void point(int unit, const BlockPtr& block);
+  void land(bool all);
+  void send(int unit);
+  void update_on_device(const std::vector<AdamHyper>& hypers);
+  CopyAndWait copier();
+
+  DeviceHandle handle_;
+  Workers workers_;
+  StreamId copy_streams_[2];
+  std::vector<std::unique_ptr<TorchUnit>> units_;
+  std::vector<std::uint64_t> versions_;  // at acquire
+  std::vector<int> users_;               // acquires without release, as seen by Python
+  std::vector<bool> touched_;            // the user may have edited the parameters
+  Engine engine_;                        // last: its lanes stop first
+};
+
+}  // namespace autohete

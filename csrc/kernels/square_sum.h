@@ -1,0 +1,36 @@
+// Sum of squares in double, in an order that no instruction set and no thread count changes.
+#pragma once
+
+#include <cstddef>
+
+#include "csrc/kernels/levels.h"
+
+namespace autohete {
+
+// Kernels work on blocks of this many values: all streams of a block fit the first-level cache, so
+// each step over a block is a plain loop of its own and memory is still passed over once.
+constexpr std::size_t kBlock = 128;
+
+// One running sum for each place of a block: an elementwise loop, which vectorises without
+// reordering anything. The square of an fp32 value is exact in double.
+struct SquareSum {
+  alignas(64) double sums[kBlock] = {};
+
+  AH_INLINE void add(const float* values, std::size_t n) {
+    AH_INDEPENDENT
+    for (std::size_t i = 0; i < n; ++i) {
+      const double value = values[i];
+      sums[i] += value * value;
+    }
+  }
+
+  AH_INLINE double total() {
+    for (std::size_t width = kBlock / 2; width > 0; width /= 2) {
+      AH_INDEPENDENT
+      for (std::size_t i = 0; i < width; ++i) sums[i] += sums[i + width];
+    }
+    return sums[0];
+  }
+};
+
+}  // namespace autohete

@@ -1,0 +1,33 @@
+// What a given plan needs and how long its lanes are busy. Works for any valid plan, whoever made
+// it; the planner's rows (formulation.h) are the same sums written over counts, never below these.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "csrc/plan/plan.h"
+
+namespace autohete {
+
+// Upper bound of the device's peak, from what the engine allocates. There always:
+//   parameter blocks of units planned on the device + window slots of the largest offloaded block
+//   + optimizer state (and, where they persist, gradients) of units updated on the device
+//   + the three largest gradients that leave (one being computed, two leaving) + fixed_device_bytes.
+// On top, the largest over the visits of backward: what earlier units saved, all the running
+// unit's activations and temporaries, gradients that have appeared.
+std::size_t device_peak_bytes(const Profile& profile, const Plan& plan);
+
+// Pinned and ordinary host memory: state and gradients of units updated on the host, their parameter
+// blocks (or the copy kept of them when only the state is offloaded), fixed_host_bytes.
+std::size_t host_bytes(const Profile& profile, const Plan& plan);
+
+// Seconds of work per step on each lane, waits not included.
+struct LaneSeconds {
+  double compute = 0, h2d = 0, d2h = 0, cpu = 0;
+};
+LaneSeconds lane_seconds(const Profile& profile, const Plan& plan);
+
+// "compute", "h2d", "d2h" or "cpu": the busiest.
+std::string binding_lane(const LaneSeconds& lanes);
+
+}  // namespace autohete

@@ -1,0 +1,439 @@
+#include "csrc/plan/formulation.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+
+#include "csrc/base/check.h"
+
+namespace autohete {
+namespace {
+
+constexpr double kTieBreak = 1e-6;
+constexpr int kMaxSegmentsForTriples = 10;  // 220 rows; past it three of the widest are assumed
+
+// Indices of the variables of one segment.
+struct SegmentVariables {
+  int c, p, o, y, z, x, r, forward, backward;
+};
+
+// A linear expression under construction. A variable appears once (GLPK insists).
+struct Expression {
+  std::vector<Term> terms;
+  double constant = 0;
+
+  Expression& add(int variable, double coefficient) {
+    const auto known = std::find_if(terms.begin(), terms.end(),
+                                    [&](const Term& term) { return term.variable == variable; });
+    if (known != terms.end()) {
+      known->coefficient += coefficient;
+    } else if (coefficient != 0) {
+      terms.push_back({variable, coefficient});
+    }
+    return *this;
+  }
+  Expression& add(double value) {
+    constant += value;
+    return *this;
+  }
+  Expression& add(const Expression& other) {
+    for (const Term& term : other.terms) add(term.variable, term.coefficient);
+    return add(other.constant);
+  }
+};
+
+class Builder {
+ public:
+  Builder(const Profile& profile, const Budgets& budgets, const PlannerOptions& options)
+      : profile_(profile), budgets_(budgets), options_(options) {
+    out_.segments = segments_of(profile);
+  }
+
+  Formulation build() {
+    set_scales();
+    add_counts();
+    add_indicators();
+    add_memory();
+    add_segment_times();
+    add_step_time();
+    return std::move(out_);
+  }
+
+ private:
+  int num_segments() const { return static_cast<int>(out_.segments.size()); }
+  const Segment& segment(int g) const { return out_.segments[g]; }
+  const UnitSeconds& seconds(int g) const { return out_.segments[g].seconds; }
+
+  int new_variable(std::string name, double upper, bool integer = false) {
+    out_.variables.push_back({std::move(name), upper, integer});
+    return static_cast<int>(out_.variables.size()) - 1;
+  }
+  void at_least(int variable, Expression expression) {
+    out_.bounds.push_back({variable, std::move(expression.terms), expression.constant});
+  }
+
+  double device_units(std::size_t bytes) const {
+    return static_cast<double>(bytes) / out_.device_scale;
+  }
+  double host_units(std::size_t bytes) const {
+    return static_cast<double>(bytes) / out_.host_scale;
+  }
+
+  void set_scales() {
+    double device = static_cast<double>(profile_.fixed_device_bytes) + 1;
+    double host = static_cast<double>(profile_.fixed_host_bytes) + 1;
+    double time = 0;
+    int units = 0;
+    for (const Segment& s : out_.segments) {
+      const UnitProfile& u = s.unit;
+      device += static_cast<double>(s.count) *
+                static_cast<double>(u.param_bytes + u.state_bytes + u.grad_bytes +
+                                    u.activation_bytes + u.temporary_bytes);
+      host += static_cast<double>(s.count) *
+              static_cast<double>(u.param_bytes + u.state_bytes + u.grad_bytes + u.master_bytes);
+      time += s.count * (s.seconds.forward + s.seconds.backward + s.seconds.cpu_update);
+      units += s.count;
+    }
+    out_.device_scale = device;
+    out_.host_scale = host;
+    out_.time_scale = time > 0 ? time * profile_.gradient_accumulation_steps : 1;
+    out_.tie_break = kTieBreak / units;
+    for (Segment& s : out_.segments) scale_seconds(s.seconds);
+  }
+
+  // From here on the segments' seconds are in units of time_scale.
+  void scale_seconds(UnitSeconds& s) const {
+    for (double* value : {&s.forward, &s.backward, &s.upload, &s.upload_update, &s.download,
+                          &s.cpu_update, &s.device_update}) {
+      *value /= out_.time_scale;
+    }
+  }
+
+  void add_counts() {
+    for (int g = 0; g < num_segments(); ++g) {
+      const std::string tag = std::to_string(g);
+      SegmentVariables v{};
+      v.c = new_variable("c" + tag, segment(g).max_recompute, true);
+      v.p = new_variable("p" + tag, segment(g).max_parameters, true);
+      v.o = new_variable("o" + tag, segment(g).max_state, true);
+      at_least(v.o, Expression().add(v.p, 1));
+      of_.push_back(v);
+    }
+  }
+
+  void add_indicators() {
+    for (int g = 0; g < num_segments(); ++g) {
+      const std::string tag = std::to_string(g);
+      const int n = segment(g).count;
+      SegmentVariables& v = of_[g];
+      v.y = indicator("y" + tag, v.o, n);
+      v.z = indicator("z" + tag, v.p, n);
+      v.x = new_variable("x" + tag, n);
+      at_least(v.x, Expression().add(v.c, 1).add(v.o, 1).add(-n));
+      v.r = new_variable("r" + tag, 1);
+      at_least(v.r, Expression().add(v.c, 1).add(1 - n));
+    }
+  }
+
+  int indicator(std::string name, int count, int n) {
+    const int variable = new_variable(std::move(name), 1, true);
+    at_least(variable, Expression().add(count, 1.0 / n));
+    return variable;
+  }
+
+  void add_memory() {
+    const int window = new_variable("window", kUnlimited);
+    const int leaving = new_variable("leaving", kUnlimited);
+    out_.device = new_variable("device", device_units(budgets_.device_bytes));
+    out_.host = new_variable("host", host_units(budgets_.host_bytes));
+    for (int g = 0; g < num_segments(); ++g) {
+      const double slots = options_.window * device_units(segment(g).unit.param_bytes);
+      at_least(window, Expression().add(of_[g].z, slots));
+    }
+    add_leaving_gradients(leaving);
+    const Expression base = always_on_device(window, leaving);
+    for (int g = 0; g < num_segments(); ++g) add_device_rows(g, base);
+    add_host_row();
+  }
+
+  Expression always_on_device(int window, int leaving) const {
+    Expression base;
+    base.add(device_units(profile_.fixed_device_bytes)).add(window, 1).add(leaving, 1);
+    for (int g = 0; g < num_segments(); ++g) {
+      const UnitProfile& u = segment(g).unit;
+      const double n = segment(g).count;
+      base.add(n * device_units(u.param_bytes)).add(of_[g].p, -device_units(u.param_bytes));
+      base.add(n * device_units(u.state_bytes)).add(of_[g].o, -device_units(u.state_bytes));
+      if (profile_.gradients_persist) base.add(device_gradients(g));
+    }
+    return base;
+  }
+  Expression device_gradients(int g) const {
+    const double bytes = device_units(segment(g).unit.grad_bytes);
+    return Expression().add(segment(g).count * bytes).add(of_[g].o, -bytes);
+  }
+  Expression saved(int g) const {
+    const UnitProfile& u = segment(g).unit;
+    const double kept = device_units(u.activation_bytes);
+    return Expression()
+        .add(segment(g).count * kept)
+        .add(of_[g].c, device_units(u.checkpoint_bytes) - kept);
+  }
+
+  void add_device_rows(int g, const Expression& base) {
+    const UnitProfile& u = segment(g).unit;
+    Expression first = base, last = base;
+    for (int h = 0; h < g; ++h) {
+      first.add(saved(h));
+      last.add(saved(h));
+    }
+    last.add(saved(g)).add(of_[g].r, device_units(u.activation_bytes));
+    first.add(device_units(u.activation_bytes + u.checkpoint_bytes));
+    first.add(device_units(u.temporary_bytes));
+    last.add(device_units(u.temporary_bytes));
+    if (!profile_.gradients_persist) {
+      for (int h = g; h < num_segments(); ++h) {
+        first.add(device_gradients(h));
+        if (h > g) last.add(device_gradients(h));
+      }
+      last.add(device_units(u.grad_bytes));
+      at_least(out_.device, first);
+    }
+    at_least(out_.device, last);
+  }
+
+  void add_host_row() {
+    Expression host;
+    host.add(host_units(profile_.fixed_host_bytes));
+    for (int g = 0; g < num_segments(); ++g) {
+      const UnitProfile& u = segment(g).unit;
+      host.add(of_[g].o, host_units(u.state_bytes + u.grad_bytes + u.master_bytes));
+      host.add(of_[g].p, host_units(u.param_bytes) - host_units(u.master_bytes));
+    }
+    at_least(out_.host, host);
+  }
+
+  // The gradients of three units may be on the device on their way to the host: one being
+  // computed, two leaving. A segment that offloads anything may be up to min(3, n) of them.
+  void add_leaving_gradients(int leaving) {
+    const int num = num_segments();
+    if (num > kMaxSegmentsForTriples) {
+      for (int g = 0; g < num; ++g) {
+        at_least(leaving, Expression().add(of_[g].y, 3 * device_units(segment(g).unit.grad_bytes)));
+      }
+      return;
+    }
+    for (int a = 0; a < num; ++a) {
+      for (int b = a; b < num; ++b) {
+        for (int c = b; c < num; ++c) add_triple(leaving, {a, b, c});
+      }
+    }
+  }
+
+  void add_triple(int leaving, std::array<int, 3> triple) {
+    Expression expression;
+    std::vector<int> taken(num_segments(), 0);
+    for (const int g : triple) {
+      if (++taken[g] > segment(g).count) continue;  // a shorter segment gives what it has
+      expression.add(of_[g].y, device_units(segment(g).unit.grad_bytes));
+    }
+    at_least(leaving, expression);
+  }
+
+  void add_segment_times() {
+    for (int g = 0; g < num_segments(); ++g) {
+      const std::string tag = std::to_string(g);
+      of_[g].forward = new_variable("F" + tag, kUnlimited);
+      of_[g].backward = new_variable("B" + tag, kUnlimited);
+      add_forward(g);
+      add_backward(g);
+    }
+  }
+
+  // Uploads of all but the first `window` units of the segment, which the window holds already.
+  Expression streaming(int g, double times = 1) const {
+    return Expression()
+        .add(of_[g].p, times * seconds(g).upload)
+        .add(-times * options_.window * seconds(g).upload);
+  }
+
+  void add_forward(int g) {
+    const double n = segment(g).count, f = seconds(g).forward;
+    const SegmentVariables& v = of_[g];
+    at_least(v.forward, Expression().add(n * f));
+    at_least(v.forward, streaming(g));
+    at_least(v.forward, streaming(g).add(n * f).add(v.o, -f));
+  }
+
+  void add_backward(int g) {
+    const double n = segment(g).count, f = seconds(g).forward, b = seconds(g).backward;
+    const double download = seconds(g).download;
+    const SegmentVariables& v = of_[g];
+    at_least(v.backward, Expression().add(n * b).add(v.c, f));
+    at_least(v.backward, streaming(g));
+    at_least(v.backward, streaming(g).add(n * b).add(v.o, -b));
+    at_least(v.backward, Expression().add(v.o, download).add(-3 * download));
+  }
+
+  void add_step_time() {
+    out_.step = new_variable("T", kUnlimited);
+    const double m = profile_.gradient_accumulation_steps;
+    Expression compute, cpu, d2h, h2d;
+    for (int g = 0; g < num_segments(); ++g) {
+      const SegmentVariables& v = of_[g];
+      const UnitSeconds& s = seconds(g);
+      compute.add(v.forward, m).add(v.backward, m);
+      compute.add(segment(g).count * s.device_update).add(v.o, -s.device_update);
+      cpu.add(v.o, s.cpu_update);
+      d2h.add(v.o, m * s.download);
+      h2d.add(v.o, s.upload_update).add(v.p, 2 * m * s.upload - s.upload_update);
+      h2d.add(v.z, -options_.window * s.upload);
+    }
+    for (const Expression& lane : {compute, cpu, d2h, h2d}) at_least(out_.step, lane);
+    for (int g = 0; g < num_segments(); ++g) {
+      if (trainable_parameters(segment(g).unit) > 0) add_loop(g);
+    }
+  }
+
+  // (m-1) sum(F+B) + what follows the segment.
+  Expression around(int g, bool whole_backward) const {
+    Expression sum;
+    const double repeats = profile_.gradient_accumulation_steps - 1;
+    for (int h = 0; h < num_segments(); ++h) {
+      const bool later = h > g;
+      sum.add(of_[h].forward, repeats + (later ? 1 : 0));
+      sum.add(of_[h].backward, repeats + (later || whole_backward ? 1 : 0));
+    }
+    return sum;
+  }
+
+  enum class Work { kUpdate, kUpload, kDownload };
+  double work_seconds(int g, Work work) const {
+    const UnitSeconds& s = seconds(g);
+    if (work == Work::kUpdate) return s.cpu_update;
+    return work == Work::kUpload ? s.upload_update : s.download;
+  }
+  void add_queue(Expression& sum, int end, Work work) const {
+    for (int h = 0; h < end; ++h) sum.add(of_[h].o, work_seconds(h, work));
+  }
+
+  void add_loop(int g) {
+    if (options_.gated) {
+      add_gated_loop(g);
+    } else {
+      add_ungated_loop(g);
+    }
+  }
+
+  void add_ungated_loop(int g) {
+    const SegmentVariables& v = of_[g];
+    const UnitSeconds& s = seconds(g);
+    const double loop = s.download + s.cpu_update + s.upload_update;
+    const double visit = s.forward + s.backward;
+    for (const Work work : {Work::kUpdate, Work::kUpload}) {
+      Expression first = around(g, false), last = around(g, false);
+      first.add(v.o, visit).add(v.x, s.forward).add(v.y, loop);
+      add_queue(first, g, work);
+      last.add(v.y, visit + loop - work_seconds(g, work));
+      add_queue(last, g + 1, work);
+      at_least(out_.step, first);
+      at_least(out_.step, last);
+    }
+    Expression stream = around(g, false);
+    stream.add(streaming(g, 2)).add(v.y, loop);
+    add_queue(stream, g, Work::kUpdate);
+    at_least(out_.step, stream);
+  }
+
+  void add_gated_loop(int g) {
+    const SegmentVariables& v = of_[g];
+    const UnitSeconds& s = seconds(g);
+    const double renew = s.cpu_update + s.upload_update;
+    for (const Work work : {Work::kUpdate, Work::kUpload}) {
+      Expression first = around(g, true), last = around(g, true);
+      first.add(v.o, s.forward).add(v.y, renew);
+      add_queue(first, g, work);
+      last.add(v.y, s.forward + renew - work_seconds(g, work));
+      add_queue(last, g + 1, work);
+      at_least(out_.step, first);
+      at_least(out_.step, last);
+    }
+    Expression first = around(g, false), last = around(g, false);
+    first.add(v.o, s.forward + s.backward).add(v.y, s.download + renew);
+    last.add(v.y, s.forward + s.backward + renew);
+    add_queue(last, g + 1, Work::kDownload);
+    at_least(out_.step, first);
+    at_least(out_.step, last);
+  }
+
+  static constexpr double kUnlimited = 1e30;
+  const Profile& profile_;
+  const Budgets& budgets_;
+  const PlannerOptions& options_;
+  std::vector<SegmentVariables> of_;
+  Formulation out_;
+};
+
+double value_of(const Bound& bound, const std::vector<double>& values) {
+  double sum = bound.constant;
+  for (const Term& term : bound.terms) sum += term.coefficient * values[term.variable];
+  return sum;
+}
+
+}  // namespace
+
+Formulation formulate(const Profile& profile, const Budgets& budgets,
+                      const PlannerOptions& options) {
+  require(options.window >= 1 && options.window <= 1024, "planner: window is ", options.window,
+          ", expected 1 .. 1024");
+  return Builder(profile, budgets, options).build();
+}
+
+std::vector<double> objective(const Formulation& formulation, Goal goal) {
+  std::vector<double> cost(formulation.variables.size(), 0);
+  for (int i = 0; i < formulation.num_counts(); ++i) cost[i] = formulation.tie_break;
+  if (goal == Goal::kStepSeconds) cost[formulation.step] = 1;
+  if (goal == Goal::kDeviceBytes) cost[formulation.device] = 1;
+  if (goal == Goal::kHostBytes) cost[formulation.host] = 1;
+  return cost;
+}
+
+std::vector<double> evaluate(const Formulation& formulation,
+                             const std::vector<SegmentCounts>& counts) {
+  AH_ASSERT(counts.size() == formulation.segments.size());
+  std::vector<double> values(formulation.variables.size(), 0);
+  for (std::size_t g = 0; g < counts.size(); ++g) {
+    values[3 * g] = counts[g].recompute;
+    values[3 * g + 1] = counts[g].parameters;
+    values[3 * g + 2] = counts[g].state;
+  }
+  const int free = formulation.num_counts();
+  for (const Bound& bound : formulation.bounds) {
+    if (bound.variable < free) continue;
+    double value = value_of(bound, values);
+    if (formulation.variables[bound.variable].integer) value = std::ceil(value - 1e-9);
+    values[bound.variable] = std::max(values[bound.variable], value);
+  }
+  return values;
+}
+
+bool within_budgets(const Formulation& formulation, const std::vector<double>& values) {
+  const auto below = [&](int variable) {
+    return values[variable] <= formulation.variables[variable].upper + 1e-13;
+  };
+  return below(formulation.device) && below(formulation.host);
+}
+
+std::vector<SegmentCounts> counts_of(const Formulation& formulation,
+                                     const std::vector<double>& values) {
+  AH_ASSERT(values.size() == formulation.variables.size());
+  std::vector<SegmentCounts> counts(formulation.segments.size());
+  for (std::size_t g = 0; g < counts.size(); ++g) {
+    counts[g].recompute = static_cast<int>(std::lround(values[3 * g]));
+    counts[g].parameters = static_cast<int>(std::lround(values[3 * g + 1]));
+    counts[g].state = static_cast<int>(std::lround(values[3 * g + 2]));
+  }
+  return counts;
+}
+
+}  // namespace autohete

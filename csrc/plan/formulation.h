@@ -1,0 +1,110 @@
+// The planning problem as a small mixed-integer linear program, written down once. GLPK, the
+// built-in exact search and any other solver read the same rows, so they optimise the same thing.
+//
+// Every auxiliary variable is *defined from below*: its bounds say "variable >= terms + constant",
+// and nothing gains from a larger one. So for given counts its value is the largest of its bounds
+// (rounded up when integer), computed in one pass in the order of the variables: evaluate().
+//
+// Variables per segment g of n identical units, all >= 0 (meaning of c, p, o: segments.h):
+//   c, p, o   integers;   y = [o > 0], z = [p > 0];   x >= c + o - n;   r >= c - n + 1
+//   F, B      seconds of the segment's forward and backward, stalls for parameters included
+// and for the whole step:
+//   window, leaving     bytes of the device's slots, and of gradients on their way out
+//   device, host        bytes;    T seconds of a step in the steady state
+//
+// Memory rows. The device's peak is at a visit of backward; inside a segment the sum is convex in the
+// unit, so its two ends are enough (cost_model.h walks every unit and is never above these rows):
+//   window >= w P z;   leaving >= every sum of three units' gradients among segments with y
+//   base = fixed + window + leaving + sum[ P(n-p) + S(n-o) ]  (+ sum G(n-o) if gradients persist)
+//   last unit:   device >= base + earlier and own(a(n-c) + k c) + a r + t  (+ later G(n-o) + G)
+//   first unit:  device >= base + earlier(a(n-c) + k c) + a + k + t + later and own G(n-o)
+//                (bracketed terms, and this row, only where gradients do not persist)
+//   host >= fixed + sum[ (S + G) o + P p + master (o - p) ]
+// Time rows (f, b forward and backward, H upload, D download, U and A update on CPU and device;
+// m accumulation steps; w window; one-machine bounds "released here, due there"):
+//   F >= n f;              F >= (p-w)H;   F >= (n-o) f + (p-w)H
+//   B >= n b + c f;        B >= (p-w)H;   B >= (n-o) b + (p-w)H;   B >= (o-3)D
+//   T >= m sum(F+B) + sum (n-o)A;  T >= sum o U;  T >= m sum o D;  T >= sum[(o-p)H' + 2 m p H - w H z]
+//   and, for each segment with something to update, its own loop backward -> D2H -> update -> H2D
+//   -> forward, behind the work of earlier segments. Ungated (updates start during backward):
+//     X in {U, H'}, X' the other:
+//     T >= (m-1)sum(F+B) + later(F+B) + o(f+b) + x f + earlier(o X) + y(D+X+X')
+//     T >= (m-1)sum(F+B) + later(F+B) + y(f+b) + earlier and own(o X) + y(D+X')
+//     T >= (m-1)sum(F+B) + later(F+B) + 2(p-w)H + earlier(o U) + y(D+U+H')
+//   Gated (updates start when the whole backward has ended):
+//     T >= (m-1)sum(F+B) + sum B + later F + o f + earlier(o X) + y(U+H')
+//     T >= (m-1)sum(F+B) + sum B + later F + y f + earlier and own(o X) + y X'
+//     T >= (m-1)sum(F+B) + later(F+B) + o(f+b) + y(D+U+H')
+//     T >= (m-1)sum(F+B) + later(F+B) + y(f+b) + earlier and own(o D) + y(U+H')
+// The objective is T + 1e-6 (sum of counts) / (sum of units): of equal times, the smaller counts.
+//
+// Numbers are scaled: bytes by device_scale / host_scale, seconds by time_scale.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "csrc/plan/plan.h"
+#include "csrc/plan/segments.h"
+
+namespace autohete {
+
+struct PlannerOptions {
+  int window = 2;
+  bool gated = true;         // updates start at step(), after the whole backward
+  int max_simulations = 60;  // to refine the formulation's plan (refine.h); 0: the plan as it is
+};
+
+struct Variable {
+  std::string name;
+  double upper = 0;
+  bool integer = false;
+};
+
+struct Term {
+  int variable;
+  double coefficient;
+};
+
+// variable >= sum of terms + constant
+struct Bound {
+  int variable;
+  std::vector<Term> terms;
+  double constant = 0;
+};
+
+struct Formulation {
+  std::vector<Segment> segments;
+  std::vector<Variable> variables;  // c, p, o of segment 0, of segment 1, ...; then auxiliary ones
+  std::vector<Bound> bounds;  // each after the bounds of what it mentions; p <= o bounds o
+  int device = 0, host = 0, step = 0;  // indices of variables
+  double device_scale = 1, host_scale = 1, time_scale = 1;
+  double tie_break = 0;  // cost of one count
+
+  int num_counts() const { return 3 * static_cast<int>(segments.size()); }
+};
+
+// What to minimise.
+enum class Goal { kStepSeconds, kDeviceBytes, kHostBytes };
+
+// Builds the rows for a profile that validate() passed. The budgets become upper bounds of the
+// device and host variables.
+Formulation formulate(const Profile& profile, const Budgets& budgets,
+                      const PlannerOptions& options);
+
+// Objective coefficient of every variable.
+std::vector<double> objective(const Formulation& formulation, Goal goal);
+
+// Values of all variables for given counts (each auxiliary one as small as its bounds allow).
+std::vector<double> evaluate(const Formulation& formulation,
+                             const std::vector<SegmentCounts>& counts);
+
+// True when evaluated values are within the budgets, rounding of sums forgiven (a tenth of a byte in
+// a terabyte).
+bool within_budgets(const Formulation& formulation, const std::vector<double>& values);
+
+// Counts from a solver's values, rounded to integers.
+std::vector<SegmentCounts> counts_of(const Formulation& formulation,
+                                     const std::vector<double>& values);
+
+}  // namespace autohete

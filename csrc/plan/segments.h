@@ -1,0 +1,63 @@
+// Units in forward order, grouped into runs of identical layers ("segments"), with each unit's work
+// in seconds. Three integers describe a segment's placement, so a plan is small to search:
+//   c leading units recompute, o trailing units keep optimizer state on the host, and p of those o
+//   keep parameters there too (p <= o): the last p, or p spread evenly with the last among them.
+// Trailing: their gradients come first in backward and their parameters are needed last in the next
+// forward, so both the copy and the update hide (arXiv 2503.01890).
+// Spread: where a unit's upload takes longer than its compute, uploads of spread units also hide
+// behind the units between them.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "csrc/plan/plan.h"
+
+namespace autohete {
+
+// One unit's work. Bytes and parameter counts are those of UnitProfile.
+struct UnitSeconds {
+  double forward = 0;
+  double backward = 0;
+  double upload = 0;         // all parameters, host to device
+  double upload_update = 0;  // trainable parameters, host to device, after a CPU update
+  double download = 0;       // gradients, device to host
+  double cpu_update = 0;
+  double device_update = 0;
+};
+
+// latency x chunks + bytes / bandwidth. 0 for 0 bytes.
+double copy_seconds(std::size_t bytes, double bytes_per_second, const Profile& profile);
+
+// Parameters that are updated. Gradients have the parameters' dtype, so the share of bytes is the
+// share of parameters.
+double trainable_parameters(const UnitProfile& unit);
+
+UnitSeconds unit_seconds(const UnitProfile& unit, const Profile& profile);
+
+struct Segment {
+  int first = 0;  // index of its first unit
+  int count = 0;
+  UnitProfile unit;
+  UnitSeconds seconds;
+  int max_recompute = 0;  // 0 or count
+  int max_parameters = 0;
+  int max_state = 0;
+};
+
+// Maximal runs of equal `kind`. Throws when units of one kind differ in bytes.
+std::vector<Segment> segments_of(const Profile& profile);
+
+struct SegmentCounts {
+  int recompute = 0;   // c
+  int parameters = 0;  // p
+  int state = 0;       // o
+};
+
+enum class Spacing { kTrailing, kSpread };
+
+// Counts -> placement of every unit, and window and chunk as given.
+Plan decode_plan(const Profile& profile, const std::vector<Segment>& segments,
+                 const std::vector<SegmentCounts>& counts, int window, Spacing spacing);
+
+}  // namespace autohete

@@ -1,0 +1,494 @@
+#include "csrc/plan/simulator.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <set>
+#include <utility>
+
+#include "csrc/base/check.h"
+#include "csrc/plan/order.h"
+#include "csrc/plan/segments.h"
+#include "csrc/plan/validate.h"
+
+namespace autohete {
+namespace {
+
+enum class Action { kForward, kBackward, kDeviceUpdate };
+
+// What one lane is doing. `remaining` is in seconds at the full rate.
+struct Running {
+  bool busy = false;
+  int unit = -1;
+  const char* what = "";
+  double start = 0;
+  double remaining = 0;
+  double leave_at = 0;  // stop when remaining falls to this: 0, or a chunk's end when overtaken
+  double chunk = 0;     // seconds between the places where it can be overtaken
+};
+
+// Where a unit stands.
+struct UnitState {
+  UnitSeconds seconds;
+  bool host_parameters = false;
+  bool host_state = false;
+  bool trainable = false;
+  double backward = 0;  // recomputed forward included
+  int chunks_up = 1;
+  int chunks_down = 1;
+  int downloads = 0;         // finished
+  int updates = 0;           // on the CPU, finished
+  int uploads = 0;           // after an update, finished
+  bool resident = false;     // in a slot, current
+  bool loading = false;      // in a slot, on its way
+  double up_remaining = 0;    // of an overtaken copy; 0: none
+  double down_remaining = 0;
+};
+
+// Ready work of one kind, by priority; equal keys cannot happen.
+using Queue = std::set<std::pair<long long, int>>;  // (key, unit)
+
+class Simulator {
+ public:
+  Simulator(const Profile& profile, const Plan& plan, const SimulationPolicy& policy, bool keep)
+      : hardware_(profile.hardware), policy_(policy), window_(plan.window), keep_(keep),
+        repeats_(profile.gradient_accumulation_steps) {
+    for (std::size_t i = 0; i < plan.units.size(); ++i) {
+      units_.push_back(unit_state(profile, plan, static_cast<int>(i)));
+    }
+    num_units_ = static_cast<int>(units_.size());
+    for (int i = 0; i < num_units_; ++i) {
+      if (units_[i].host_parameters) offloaded_.push_back(i);
+      if (!units_[i].host_state && units_[i].trainable) device_updated_.push_back(i);
+    }
+  }
+
+  Simulation run() {
+    while (step_ < policy_.steps) {
+      while (start_something()) {
+      }
+      advance();
+    }
+    return result();
+  }
+
+ private:
+  // ---- set-up
+  UnitState unit_state(const Profile& profile, const Plan& plan, int i) const {
+    const UnitProfile& unit = profile.units[i];
+    UnitState state;
+    state.seconds = unit_seconds(unit, profile);
+    state.host_parameters = plan.units[i].parameters == Tier::kHost && unit.param_bytes > 0;
+    state.trainable = unit.grad_bytes > 0;
+    state.host_state = plan.units[i].optimizer_state == Tier::kHost && state.trainable;
+    const bool recompute = plan.units[i].activations == ActivationRule::kRecompute;
+    state.backward = state.seconds.backward + (recompute ? state.seconds.forward : 0);
+    state.chunks_up = num_chunks(unit.param_bytes, profile.chunk_bytes);
+    state.chunks_down = num_chunks(unit.grad_bytes, profile.chunk_bytes);
+    return state;
+  }
+  static int num_chunks(std::size_t bytes, std::size_t chunk_bytes) {
+    return static_cast<int>(std::max<std::size_t>(1, (bytes + chunk_bytes - 1) / chunk_bytes));
+  }
+
+  // ---- the walk
+  Action action() const {
+    if (visit_ < num_units_) return Action::kForward;
+    return visit_ < 2 * num_units_ ? Action::kBackward : Action::kDeviceUpdate;
+  }
+  int visited_unit() const {
+    if (action() == Action::kDeviceUpdate) return device_updated_[visit_ - 2 * num_units_];
+    return unit_of_visit(visit_, num_units_);
+  }
+  bool last_repeat() const { return repeat_ == repeats_ - 1; }
+  // Place on the walk for distances: during device updates, the start of the next forward.
+  std::pair<Direction, int> place() const {
+    if (action() == Action::kDeviceUpdate) return {Direction::kBackward, 0};
+    const Direction direction =
+        action() == Action::kForward ? Direction::kForward : Direction::kBackward;
+    return {direction, visited_unit()};
+  }
+  // Visits until the unit is next needed; the visit that is waiting to start counts as 0.
+  int distance(int unit) const {
+    if (!compute().busy && action() != Action::kDeviceUpdate && visited_unit() == unit) return 0;
+    const auto [direction, position] = place();
+    return next_use_distance(direction, position, unit, num_units_);
+  }
+  // Updates that must be done before the unit's next visit.
+  int updates_needed(int unit) const {
+    const auto [direction, position] = place();
+    const int next = distance(unit) + visit_index(direction, position, num_units_);
+    const bool next_walk = next >= 2 * num_units_;
+    return step_ + (next_walk && (last_repeat() || action() == Action::kDeviceUpdate) ? 1 : 0);
+  }
+  bool current_on_host(int unit) const {
+    return !units_[unit].host_state || units_[unit].updates >= updates_needed(unit);
+  }
+
+  // ---- compute lane
+  bool start_compute() {
+    if (compute().busy || step_ >= policy_.steps || !may_visit()) return false;
+    const UnitState& unit = units_[visited_unit()];
+    switch (action()) {
+      case Action::kForward:
+        begin(compute(), visited_unit(), "forward", unit.seconds.forward);
+        break;
+      case Action::kBackward:
+        begin(compute(), visited_unit(), "backward", unit.backward);
+        break;
+      case Action::kDeviceUpdate:
+        begin(compute(), visited_unit(), "update", unit.seconds.device_update);
+    }
+    return true;
+  }
+
+  bool may_visit() const {
+    if (action() == Action::kDeviceUpdate) return true;
+    const int k = visited_unit();
+    const UnitState& unit = units_[k];
+    if (policy_.synchronous_moves && copies_pending()) return false;
+    if (policy_.iteration_barrier && visit_ == 0 && repeat_ == 0 && !all_updated()) return false;
+    if (unit.host_parameters && !unit.resident) return false;
+    if (action() == Action::kForward) return fresh(unit);
+    return !unit.host_state || leaving_ < policy_.gradient_buffers;
+  }
+  bool copies_pending() const {
+    return h2d().busy || d2h().busy || !downloads_.empty() || !uploads_.empty();
+  }
+  // Forward: the unit's own updates of all earlier steps have come back.
+  bool fresh(const UnitState& unit) const {
+    if (!unit.host_state) return true;
+    return (unit.host_parameters ? unit.updates : unit.uploads) >= step_;
+  }
+  bool all_updated() const {
+    return std::all_of(units_.begin(), units_.end(),
+                       [this](const UnitState& unit) { return fresh(unit); });
+  }
+
+  void end_compute(int k) {
+    UnitState& unit = units_[k];
+    if (action() == Action::kBackward && unit.host_state) {
+      ++leaving_;
+      downloads_.insert({key(k), k});
+    }
+    ++visit_;
+    if (visit_ == 2 * num_units_) end_walk();
+    if (visit_ == end_of_visits()) next_walk();
+  }
+  void end_walk() {
+    if (!last_repeat()) return;
+    gates_open_ = step_ + 1;
+    backward_ends_.push_back(now_);
+  }
+  int end_of_visits() const {
+    return 2 * num_units_ + (last_repeat() ? static_cast<int>(device_updated_.size()) : 0);
+  }
+  void next_walk() {
+    visit_ = 0;
+    if (last_repeat()) {
+      repeat_ = 0;
+      ++step_;
+    } else {
+      ++repeat_;
+    }
+  }
+
+  // ---- gradients down, then updates
+  bool start_download() {
+    if (d2h().busy) return overtake(d2h(), policy_.preempt_downloads && !downloads_.empty() &&
+                                               downloads_.begin()->first < key(d2h().unit));
+    if (downloads_.empty() || (policy_.synchronous_moves && compute().busy)) return false;
+    const int k = downloads_.begin()->second;
+    downloads_.erase(downloads_.begin());
+    const double left = std::exchange(units_[k].down_remaining, 0);
+    const double seconds = units_[k].seconds.download;
+    begin(d2h(), k, "download", left > 0 ? left : seconds, seconds / units_[k].chunks_down);
+    return true;
+  }
+  void end_download(int k) {
+    --leaving_;
+    if (++units_[k].downloads % repeats_ == 0) arrived_.insert({key(k), k});
+  }
+
+  bool start_update() {
+    if (cpu().busy) return false;
+    for (const auto& entry : arrived_) {
+      const int k = entry.second;
+      if (policy_.gated && units_[k].updates >= gates_open_) continue;
+      begin(cpu(), k, "update", units_[k].seconds.cpu_update);
+      arrived_.erase(entry);
+      return true;
+    }
+    return false;
+  }
+  void end_update(int k) {
+    UnitState& unit = units_[k];
+    ++unit.updates;
+    if (!unit.host_parameters) {
+      uploads_.insert({key(k), k});
+      return;
+    }
+    if (unit.resident || unit.loading) --slots_taken_;
+    unit.resident = unit.loading = false;  // the slot's bytes are old
+    unit.up_remaining = 0;
+  }
+
+  // ---- parameters up
+  bool start_upload() {
+    if (policy_.synchronous_moves && compute().busy) return false;
+    const auto [after_update, first] = most_urgent_upload();
+    if (h2d().busy) {
+      if (first < 0 || !policy_.priority_order) return false;
+      return overtake(h2d(), distance(first) < distance(h2d().unit));
+    }
+    if (first < 0) return false;
+    if (after_update) {
+      uploads_.erase({uploads_key_of(first), first});
+    } else if (!units_[first].loading && !take_slot(first)) {
+      return false;
+    }
+    UnitState& unit = units_[first];
+    const double seconds = after_update ? unit.seconds.upload_update : unit.seconds.upload;
+    const double left = std::exchange(unit.up_remaining, 0);
+    begin(h2d(), first, "upload", left > 0 ? left : seconds, seconds / unit.chunks_up);
+    return true;
+  }
+  long long uploads_key_of(int unit) const {
+    const auto found = std::find_if(uploads_.begin(), uploads_.end(),
+                                    [unit](const auto& entry) { return entry.second == unit; });
+    AH_ASSERT(found != uploads_.end());
+    return found->first;
+  }
+  // (is it an update on its way back, unit); unit -1: nothing to do.
+  std::pair<bool, int> most_urgent_upload() const {
+    const int load = next_load();
+    const int update = uploads_.empty() ? -1 : uploads_.begin()->second;
+    if (load < 0 || update < 0) return {load < 0, std::max(load, update)};
+    const bool update_first = distance(update) <= distance(load);
+    return {update_first, update_first ? update : load};
+  }
+  // The nearest unit that the window should hold, does not, and could load now.
+  int next_load() const {
+    if (offloaded_.empty()) return -1;
+    if (policy_.synchronous_moves) return load_on_demand();
+    for (const int k : wanted()) {
+      const UnitState& unit = units_[k];
+      if (unit.resident || is_loading_now(k) || !current_on_host(k)) continue;
+      return k;
+    }
+    return -1;
+  }
+  int load_on_demand() const {
+    if (compute().busy || action() == Action::kDeviceUpdate) return -1;
+    const int k = visited_unit();
+    const bool missing = units_[k].host_parameters && !units_[k].resident;
+    return missing && !is_loading_now(k) && current_on_host(k) ? k : -1;
+  }
+  bool is_loading_now(int k) const {
+    return h2d().busy && h2d().unit == k;
+  }
+  // The units the window should hold, nearest first: the running one and the next on the walk.
+  std::vector<int> wanted() const {
+    std::vector<int> units;
+    int room = window_;
+    if (compute().busy && units_[compute().unit].host_parameters &&
+        action() != Action::kDeviceUpdate) {
+      --room;
+    }
+    const auto [direction, position] = place();
+    const bool waiting = !compute().busy && action() != Action::kDeviceUpdate;
+    const int here = visit_index(direction, position, num_units_) + (waiting ? 0 : 1);
+    for (int ahead = 0; ahead < 2 * num_units_ && room > 0; ++ahead) {
+      const int k = unit_of_visit((here + ahead) % (2 * num_units_), num_units_);
+      if (!units_[k].host_parameters || running(k)) continue;
+      if (std::find(units.begin(), units.end(), k) != units.end()) continue;
+      units.push_back(k);
+      --room;
+    }
+    return units;
+  }
+  bool running(int k) const { return compute().busy && compute().unit == k; }
+
+  bool take_slot(int k) {
+    if (slots_taken_ == window_ && !evict_for(k)) return false;
+    ++slots_taken_;
+    units_[k].loading = true;
+    return true;
+  }
+  // Frees the slot whose unit is needed last, if that is later than `k`.
+  bool evict_for(int k) {
+    int victim = -1;
+    for (const int other : offloaded_) {
+      if (!(units_[other].resident || units_[other].loading)) continue;
+      if (running(other) || is_loading_now(other)) continue;
+      if (victim < 0 || distance(other) > distance(victim)) victim = other;
+    }
+    if (victim < 0 || distance(victim) <= distance(k)) return false;
+    units_[victim].resident = units_[victim].loading = false;
+    units_[victim].up_remaining = 0;
+    --slots_taken_;
+    return true;
+  }
+
+  void end_upload(int k) {
+    UnitState& unit = units_[k];
+    if (!unit.host_parameters) {
+      ++unit.uploads;
+      return;
+    }
+    unit.loading = false;
+    unit.resident = true;
+  }
+
+  // ---- lanes
+  Running& compute() { return lanes_[0]; }
+  const Running& compute() const { return lanes_[0]; }
+  Running& h2d() { return lanes_[1]; }
+  const Running& h2d() const { return lanes_[1]; }
+  Running& d2h() { return lanes_[2]; }
+  const Running& d2h() const { return lanes_[2]; }
+  Running& cpu() { return lanes_[3]; }
+  const Running& cpu() const { return lanes_[3]; }
+
+  // Smallest unit first, or first come first served.
+  long long key(int unit) {
+    return policy_.priority_order ? static_cast<long long>(gradient_priority(unit)) : ++arrivals_;
+  }
+
+  void begin(Running& lane, int unit, const char* what, double seconds, double chunk = 0) {
+    lane = Running{true, unit, what, now_, seconds, 0, chunk};
+  }
+  // Ends the running copy at its next chunk; true when that is news.
+  bool overtake(Running& lane, bool wanted_now) {
+    if (!wanted_now || lane.leave_at > 0 || lane.chunk <= 0) return false;
+    const double chunks_left = std::floor(lane.remaining / lane.chunk * (1 - 1e-12));
+    if (chunks_left <= 0) return false;
+    lane.leave_at = chunks_left * lane.chunk;
+    return true;
+  }
+
+  bool start_something() {
+    const bool computed = start_compute(), downloaded = start_download();
+    const bool updated = start_update(), uploaded = start_upload();
+    return computed || downloaded || updated || uploaded;
+  }
+
+  double rate(std::size_t lane) const {
+    if (lane == 0) return cpu().busy ? hardware_.compute_share_during_cpu : 1;
+    if (lane == 3) {
+      return (h2d().busy || d2h().busy ? hardware_.cpu_share_during_copy : 1) *
+             (compute().busy ? hardware_.cpu_share_during_compute : 1);
+    }
+    double rate = cpu().busy ? hardware_.copy_share_during_cpu : 1;
+    if (lane == 1 && d2h().busy) rate *= hardware_.h2d_share_during_d2h;
+    if (lane == 2 && h2d().busy) rate *= hardware_.d2h_share_during_h2d;
+    return rate;
+  }
+
+  // Moves time to the next end of anything.
+  void advance() {
+    double least = std::numeric_limits<double>::infinity();
+    std::array<double, 4> rates{}, until{};
+    for (std::size_t i = 0; i < lanes_.size(); ++i) {
+      if (!lanes_[i].busy) continue;
+      rates[i] = rate(i);
+      until[i] = (lanes_[i].remaining - lanes_[i].leave_at) / rates[i];
+      least = std::min(least, until[i]);
+    }
+    AH_ASSERT(std::isfinite(least));  // something always runs until the last step has ended
+    now_ += least;
+    std::array<bool, 4> ends{};
+    for (std::size_t i = 0; i < lanes_.size(); ++i) {
+      if (!lanes_[i].busy) continue;
+      ends[i] = until[i] <= least * (1 + 1e-12);
+      lanes_[i].remaining = ends[i] ? lanes_[i].leave_at : lanes_[i].remaining - least * rates[i];
+    }
+    for (std::size_t i = 0; i < lanes_.size(); ++i) {
+      if (ends[i]) end(i);
+    }
+  }
+
+  void end(std::size_t lane) {
+    const Running was = lanes_[lane];
+    if (keep_) {
+      spans_.push_back({static_cast<SimulatedLane>(lane), was.unit, was.what, was.start, now_});
+    }
+    lanes_[lane].busy = false;
+    if (was.remaining > 0) return put_back(lane, was);
+    if (lane == 0) end_compute(was.unit);
+    if (lane == 1) end_upload(was.unit);
+    if (lane == 2) end_download(was.unit);
+    if (lane == 3) end_update(was.unit);
+  }
+  // An overtaken copy keeps what it has moved.
+  void put_back(std::size_t lane, const Running& was) {
+    UnitState& unit = units_[was.unit];
+    (lane == 1 ? unit.up_remaining : unit.down_remaining) = was.remaining;
+    if (lane == 2) downloads_.insert({key(was.unit), was.unit});
+    if (lane == 1 && !unit.host_parameters) uploads_.insert({key(was.unit), was.unit});
+  }
+
+  Simulation result() {
+    Simulation out;
+    const std::size_t steps = backward_ends_.size(), half = steps / 2;
+    out.first_step_seconds = backward_ends_[0];
+    out.step_seconds = (backward_ends_[steps - 1] - backward_ends_[half - 1]) /
+                       static_cast<double>(steps - half);
+    for (const UnitState& unit : units_) {
+      out.compute_seconds += repeats_ * (unit.seconds.forward + unit.backward);
+      if (!unit.host_state) out.compute_seconds += unit.seconds.device_update;
+    }
+    out.spans = std::move(spans_);
+    return out;
+  }
+
+  const HardwareProfile hardware_;
+  const SimulationPolicy policy_;
+  const int window_;
+  const bool keep_;
+  const int repeats_;
+  int num_units_ = 0;
+  std::vector<UnitState> units_;
+  std::vector<int> offloaded_, device_updated_;
+  std::array<Running, 4> lanes_;
+  double now_ = 0;
+  int step_ = 0, repeat_ = 0, visit_ = 0;
+  int gates_open_ = 0;   // steps whose updates may start
+  int leaving_ = 0;      // gradients computed and not yet on the host
+  int slots_taken_ = 0;
+  long long arrivals_ = 0;
+  Queue downloads_, arrived_, uploads_;
+  std::vector<double> backward_ends_;
+  std::vector<SimulatedSpan> spans_;
+};
+
+}  // namespace
+
+Simulation simulate(const Profile& profile, const Plan& plan, const SimulationPolicy& policy,
+                    bool keep_spans) {
+  validate(profile);
+  validate(profile, plan);
+  require(policy.steps >= 3 && policy.steps <= 1000, "simulate: steps is ", policy.steps,
+          ", expected 3 .. 1000");
+  require(policy.gradient_buffers >= 1, "simulate: gradient_buffers is ",
+          policy.gradient_buffers, ", expected at least 1");
+  return Simulator(profile, plan, policy, keep_spans).run();
+}
+
+SimulationPolicy policy_of(const std::string& strategy) {
+  SimulationPolicy policy;
+  if (strategy == "zero_offload") {
+    policy.priority_order = false;
+    policy.iteration_barrier = true;
+  } else if (strategy == "patrickstar") {
+    policy.priority_order = false;
+    policy.iteration_barrier = policy.synchronous_moves = true;
+  } else if (strategy == "stronghold") {
+    policy.priority_order = policy.gated = false;
+    policy.iteration_barrier = true;
+  }
+  return policy;
+}
+
+}  // namespace autohete

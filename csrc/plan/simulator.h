@@ -1,0 +1,55 @@
+// A discrete-event simulation of training steps under a plan: what each lane does when.
+//
+// Four lanes (device compute, H2D, D2H, CPU) each do one thing at a time. Compute walks the units
+// forward and backward; a visit waits until its unit's parameters are there and current:
+//   - parameters on the host: the window holds the running unit and the next ones on the walk that
+//     live on the host; the one with the nearest next use is loaded first (order.h);
+//   - state on the host, parameters on the device: the last update has come back up.
+// A backward whose gradients leave the device waits for one of three gradient buffers. Gradients
+// leave, and updates run, smallest unit first (order.h). The next forward of a unit waits for that
+// unit alone. Several steps are simulated; the period of the last ones is the prediction.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "csrc/plan/plan.h"
+
+namespace autohete {
+
+struct SimulationPolicy {
+  bool gated = true;              // updates start when the step's whole backward has ended
+  bool priority_order = true;     // false: first in, first out on every lane
+  bool iteration_barrier = false; // the next forward waits for all updates and their uploads
+  bool synchronous_moves = false; // nothing is copied while the device computes
+  bool preempt_downloads = false; // a smaller unit's gradients overtake between chunks
+  int gradient_buffers = 3;       // units whose gradients are on the device on their way out
+  int steps = 6;                  // simulated; at least 3
+};
+
+enum class SimulatedLane { kCompute, kH2d, kD2h, kCpu };
+
+struct SimulatedSpan {
+  SimulatedLane lane;
+  int unit;
+  std::string what;  // "forward", "backward", "update", "upload", "download"
+  double start_seconds;
+  double end_seconds;
+};
+
+struct Simulation {
+  double step_seconds = 0;        // mean period of the second half of the steps
+  double first_step_seconds = 0;  // until the first step's backward has ended
+  double compute_seconds = 0;     // of one step; the rest of step_seconds the device waits
+  std::vector<SimulatedSpan> spans;  // of all steps, in order of their ends; empty unless asked for
+};
+
+// Throws std::invalid_argument for a profile or plan that validate() refuses. Thread-safe,
+// deterministic. Cost: microseconds per unit and step.
+Simulation simulate(const Profile& profile, const Plan& plan, const SimulationPolicy& policy = {},
+                    bool keep_spans = false);
+
+// How the named strategy orders its work (autohete, zero_offload, patrickstar, stronghold, ...).
+SimulationPolicy policy_of(const std::string& strategy);
+
+}  // namespace autohete

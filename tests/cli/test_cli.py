@@ -1,0 +1,89 @@
+"""The command line: help, exit codes, JSON, and a doctor that works when nothing else does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from autohete._version import __version__
+from autohete.cli import doctor
+from autohete.cli.main import SUBCOMMANDS, group
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+START = "from autohete.cli import main; main()"
+
+
+def autohete(*arguments: str, prelude: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", prelude + START, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("name", sorted(SUBCOMMANDS))
+def test_every_subcommand_has_help_with_an_example(name: str) -> None:
+    result = CliRunner().invoke(group, [name, "--help"])
+    assert result.exit_code == 0
+    assert f"autohete {name}" in result.output
+
+
+def test_the_version_is_the_packages() -> None:
+    result = CliRunner().invoke(group, ["--version"])
+    assert __version__ in result.output
+
+
+def test_a_wrong_option_is_exit_code_2() -> None:
+    assert CliRunner().invoke(group, ["doctor", "--nonsense"]).exit_code == 2
+
+
+def test_help_needs_no_torch() -> None:
+    done = autohete("--help", prelude="import sys; sys.modules['torch'] = None; ")
+    assert done.returncode == 0, done.stderr
+    assert "doctor" in done.stdout
+
+
+def test_doctor_finds_this_installation_sound() -> None:
+    done = autohete("doctor", "--json")
+    assert done.returncode == 0, done.stdout
+    findings = {finding["name"]: finding for finding in json.loads(done.stdout)}
+    assert findings["compiled core"]["status"] == "ok"
+    assert findings["torch"]["status"] == "ok"
+
+
+def test_doctor_works_without_torch_and_says_how_to_get_it() -> None:
+    done = autohete("doctor", "--json", prelude="import sys; sys.modules['torch'] = None; ")
+    assert done.returncode == 1, done.stderr
+    findings = {finding["name"]: finding for finding in json.loads(done.stdout)}
+    assert findings["torch"]["status"] == "failed"
+    assert "pip install torch" in findings["torch"]["detail"]
+
+
+def test_doctor_names_a_core_that_was_built_for_another_torch() -> None:
+    prelude = "import torch; torch.__version__ = '1.0'; "
+    done = autohete("doctor", "--json", prelude=prelude)
+    assert done.returncode == 1, done.stderr
+    findings = {finding["name"]: finding for finding in json.loads(done.stdout)}
+    assert "torch is 1.0" in findings["compiled core"]["detail"]
+    assert "\n" not in findings["compiled core"]["detail"]
+
+
+def test_doctor_prints_for_people_too() -> None:
+    result = CliRunner().invoke(doctor.command, [])
+    assert "host memory" in result.output
+
+
+def test_an_error_of_the_contract_is_one_line_and_exit_code_1() -> None:
+    done = autohete("demo", "--plain", "--steps", "1", "--width", "33", "--heads", "2")
+    assert done.returncode == 1
+    assert done.stderr.strip() == (
+        "autohete: GPTConfig: width is 33, expected a multiple of the 2 heads"
+    )
+
+
+def test_check_without_the_host_device_is_refused() -> None:
+    result = CliRunner().invoke(group, ["demo", "--check", "--plain"])
+    assert result.exit_code == 2
+    assert "--check compares" in result.output

@@ -1,0 +1,134 @@
+"""A model's bytes and FLOPs, from fake tensors, against sums done by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
+
+from autohete.planning import describe_model, find_machine, profile_model
+from autohete.planning.library import MACHINES
+
+B, S, H = 2, 8, 16
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(H, 4 * H), nn.Linear(4 * H, H)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, H)
+        self.layers = nn.ModuleList(Mlp() for _ in range(layers))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_bytes_and_flops_of_a_layer_are_those_done_by_hand() -> None:
+    described = describe_model(Net(), B, S, "fp32")
+    layer = described.units[1]
+    assert [unit.name for unit in described.units] == ["embed", "layers.0", "layers.1", "layers.2"]
+    assert layer.num_parameters == 8 * H * H + 5 * H
+    assert layer.param_bytes == layer.grad_bytes == 4 * layer.num_parameters
+    assert layer.state_bytes == 8 * layer.num_parameters
+    assert layer.master_bytes == 4 * layer.num_parameters
+    tokens = B * S
+    assert layer.activation_bytes == 4 * tokens * (H + 4 * H)  # both inputs; relu's is the second
+    assert layer.checkpoint_bytes == 4 * tokens * H
+    assert layer.forward_flops == 2 * tokens * 8 * H * H
+    assert layer.backward_flops == 2 * layer.forward_flops
+    assert layer.temporary_bytes >= 4 * tokens * 4 * H  # the gradient of relu's output at least
+
+
+def test_half_precision_halves_activations_and_adds_masters() -> None:
+    full, half = (describe_model(Net(), B, S, p).units[1] for p in ("fp32", "bf16"))
+    assert half.activation_bytes * 2 == full.activation_bytes
+    assert (half.param_bytes, half.state_bytes, half.master_bytes) == (
+        2 * half.num_parameters, 12 * half.num_parameters, 0)
+
+
+def test_a_frozen_layer_has_no_gradients_nor_state() -> None:
+    net = Net()
+    net.layers[1].requires_grad_(False)
+    frozen = describe_model(net, B, S, "fp32").units[2]
+    assert frozen.grad_bytes == frozen.state_bytes == 0 < frozen.param_bytes
+
+
+def test_the_live_model_is_not_touched() -> None:
+    net = Net()
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    describe_model(net, B, S, "bf16")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+    assert all(p.grad is None and type(p) is nn.Parameter for p in net.parameters())
+
+
+def test_a_configuration_is_described_as_the_model_it_builds() -> None:
+    config = GPT2Config(n_layer=3, n_embd=64, n_head=4, vocab_size=128, n_positions=32)
+    described = describe_model(config, 2, 32, "fp32")
+    model = GPT2LMHeadModel(config)
+    assert described.num_parameters == sum(p.numel() for p in model.parameters())
+    live = describe_model(model, 2, 32, "fp32")
+    assert [(u.name, u.activation_bytes, u.forward_flops) for u in described.units] == [
+        (u.name, u.activation_bytes, u.forward_flops) for u in live.units]
+
+
+def test_gpt2_flops_are_six_per_parameter_and_token_plus_attention() -> None:
+    config = GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=128, n_positions=32)
+    layer = describe_model(config, 2, 32, "fp32").units[2]
+    tokens, width, seq = 64, 64, 32
+    assert layer.forward_flops == 24 * tokens * width**2 + 4 * tokens * seq * width
+
+
+def test_more_layers_are_the_same_layer_again() -> None:
+    def config(layers: int) -> LlamaConfig:
+        return LlamaConfig(num_hidden_layers=layers, hidden_size=64, intermediate_size=128,
+                           num_attention_heads=4, vocab_size=128)
+
+    grown = describe_model(config(2), 2, 16, "bf16").with_layers(5)
+    direct = describe_model(config(5), 2, 16, "bf16")
+    assert [u.name for u in grown.units] == [u.name for u in direct.units]
+    assert grown.num_parameters == direct.num_parameters
+    assert [u.activation_bytes for u in grown.units] == [u.activation_bytes for u in direct.units]
+
+
+@pytest.mark.parametrize("bad", [{"batch": 0}, {"seq": -1}, {"batch": 1.5}, {"precision": "int8"}])
+def test_arguments_out_of_range_are_refused(bad: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        describe_model(**{"model": Net(), "batch": 1, "seq": 4, **bad})
+
+
+def test_a_model_that_cannot_run_on_fake_tensors_says_so() -> None:
+    class Reads(Net):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return super().forward(ids) * float(ids.float().sum())
+
+    with pytest.raises(ValueError, match="does not run on fake tensors"):
+        describe_model(Reads(), B, S, "fp32")
+
+
+@pytest.mark.parametrize("name", list(MACHINES))
+def test_every_known_machine_makes_a_valid_profile_and_names_its_sources(name: str) -> None:
+    profile = profile_model(Net(), B, S, gpu=name)
+    assert all(unit.forward_seconds > 0 for unit in profile.units)
+    assert "[R]" in MACHINES[name].sources
+
+
+def test_machines_can_be_overridden_and_unknown_fields_are_refused() -> None:
+    machine = find_machine("a100-40", pcie=3, cpu_params_per_second=2.5e9)
+    assert (machine.h2d_bytes_per_second, machine.cpu_params_per_second) == (12e9, 2.5e9)
+    for keyword in ({"pcie": 9}, {"speed": 1}):
+        with pytest.raises(ValueError, match=next(iter(keyword))):
+            find_machine("a100-40", **keyword)
+    with pytest.raises(ValueError, match="gpu is 'b9000'"):
+        find_machine("b9000")

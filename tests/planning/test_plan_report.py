@@ -1,0 +1,64 @@
+"""plan_for(): the question a person asks before buying."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from autohete.planning import InfeasibleError, plan_for
+
+
+def test_4b_trains_within_12_gb() -> None:
+    """The paper's claim, as far as memory goes."""
+    report = plan_for("4b", "a100-40", 1, 1024, gpu_mem="12GB", suggest=False)
+    assert report.plan.device_peak_bytes <= 12e9
+    assert report.description.num_parameters > 4e9
+
+
+def test_the_report_says_memory_speed_reasons_and_help() -> None:
+    report = plan_for("7b", "a100-40", 4, 1024)
+    text = str(report)
+    for part in ("7b", "a100-40", "tokens/s", "MFU", "lane binds", "recomputing frees",
+                 "optimizer state on the host frees", "device memory", "host memory"):
+        assert part in text
+    assert report.help, "a CPU-bound plan must say that a faster CPU helps"
+    assert all(seconds < report.plan.step_seconds for seconds in report.help.values())
+
+
+def test_json_carries_the_same_figures() -> None:
+    report = plan_for("gpt2", "rtx4090", 2, 256, suggest=False)
+    data = json.loads(report.to_json())
+    assert data["plan"]["step_seconds"] == report.plan.step_seconds
+    assert data["tokens_per_second"] == pytest.approx(512 / report.plan.step_seconds)
+    assert data["minimum_gpu_mem"] <= data["gpu_mem"]
+    assert data["mfu"] == pytest.approx(data["model_tflops"] / 165)
+
+
+def test_a_config_json_is_planned(tmp_path: Path) -> None:
+    config = LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=128,
+                         num_attention_heads=4, vocab_size=128)
+    config.save_pretrained(tmp_path)
+    report = plan_for(str(tmp_path / "config.json"), "h100", 2, 16, suggest=False)
+    assert len([u for u in report.description.units if u.is_layer]) == 2
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", "{", '"x"'])
+def test_a_foreign_json_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="no Hugging Face config.json"):
+        plan_for(str(tmp_path / "config.json"), "h100", 2, 16)
+
+
+def test_unknown_names_list_the_known() -> None:
+    with pytest.raises(ValueError, match="gpt2-xl"):
+        plan_for("gpt9", "h100", 2, 16)
+    with pytest.raises(ValueError, match="rtx4090"):
+        plan_for("gpt2", "h9000", 2, 16)
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    with pytest.raises(InfeasibleError, match="smallest gpu_mem"):
+        plan_for("7b", "a100-40", 1, 1024, gpu_mem="1GB")
