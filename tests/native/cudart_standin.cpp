@@ -383,10 +383,14 @@ void reset() {
 
 void clean_up() {
   World& w = world();
+  std::set<cudaStream_t> streams;
+  {
+    std::lock_guard lock(w.mutex);
+    streams.swap(w.streams);
+  }
+  for (cudaStream_t stream : streams) delete stream;  // unlocked: its last work may need the lock
   std::lock_guard lock(w.mutex);
-  for (cudaStream_t stream : w.streams) delete stream;  // idle: nothing takes the lock meanwhile
   for (cudaEvent_t event : w.events) delete event;
-  w.streams.clear();
   w.events.clear();
   w.registered.clear();
 }

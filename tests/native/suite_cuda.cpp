@@ -58,6 +58,21 @@ TEST_CASE("each runtime call that fails is reported in CUDA's words") {
   use_everything();
 }
 
+TEST_CASE("asking for a pending event leaves no last error") {
+  auto side = make_side();
+  Device& device = side->device();
+  const std::vector<std::byte> sent = pattern(256, 1);
+  BlockPtr block = side->store().allocate_device(256, "test");
+  const StreamId up = device.create_stream(kUp);
+  side->hold(kUp);
+  device.copy_async(block->data(), sent.data(), 256, up);
+  const Event pending = device.record(up);
+  CHECK(!device.query(pending));
+  CHECK_EQ(static_cast<int>(cudaGetLastError()), static_cast<int>(cudaSuccess));
+  side->release_all(kUp);
+  device.synchronize(pending);
+}
+
 TEST_CASE("a call that is short of memory is out of memory") {
   cudart_standin::reset();
   for (const char* function : {"cudaStreamCreateWithFlags", "cudaEventCreateWithFlags"}) {
