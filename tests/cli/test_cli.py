@@ -114,7 +114,7 @@ def test_simulate_reads_a_profile_and_writes_a_trace(tmp_path: Path) -> None:
     done = autohete("simulate", str(file), "--json", "--trace", str(trace))
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
-    assert figures["step_seconds"] >= figures["compute_seconds"] > 0
+    assert figures["step_seconds"] * (1 + 1e-9) >= figures["compute_seconds"] > 0  # last bit
     assert len(json.loads(trace.read_text())["traceEvents"]) > 0
 
 
