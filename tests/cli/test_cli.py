@@ -87,3 +87,42 @@ def test_check_without_the_host_device_is_refused() -> None:
     result = CliRunner().invoke(group, ["demo", "--check", "--plain"])
     assert result.exit_code == 2
     assert "--check compares" in result.output
+
+
+def test_plan_needs_no_gpu_and_its_json_is_whole() -> None:
+    arguments = "plan gpt2-xl --gpu a100-40 --gpu-mem 12GiB --batch 2 --json".split()
+    done = autohete(*arguments)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["gpu_mem"] == 12 * 2**30
+    assert report["plan"]["device_peak_bytes"] <= report["gpu_mem"]
+
+
+def test_a_plan_that_cannot_fit_names_the_smallest_size_and_exits_with_1() -> None:
+    done = autohete(*"plan 7b --gpu a100-40 --gpu-mem 100MiB --batch 1".split())
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "smallest gpu_mem" in done.stderr
+
+
+def test_simulate_reads_a_profile_and_writes_a_trace(tmp_path: Path) -> None:
+    from autohete.planning import make_plan, plan_for, save_profile
+
+    profile = plan_for("gpt2", "a100-40", 1, 512, suggest=False).profile
+    file, trace = tmp_path / "autohete_profile.json", tmp_path / "trace.json"
+    save_profile(file, profile, make_plan(profile, "4GiB"))
+    done = autohete("simulate", str(file), "--json", "--trace", str(trace))
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["step_seconds"] * (1 + 1e-9) >= figures["compute_seconds"] > 0  # last bit
+    assert len(json.loads(trace.read_text())["traceEvents"]) > 0
+
+
+def test_simulate_without_a_plan_says_what_to_give(tmp_path: Path) -> None:
+    from autohete.planning import plan_for, save_profile
+
+    file = tmp_path / "autohete_profile.json"
+    save_profile(file, plan_for("gpt2", "a100-40", 1, 512, suggest=False).profile)
+    done = autohete("simulate", str(file))
+    assert done.returncode == 2
+    assert "--gpu-mem" in done.stderr
