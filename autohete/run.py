@@ -52,9 +52,7 @@ class Run:
         self.cpu_mem = config.host_budget()
         self.units: list[Unit] = find_units(model, config.layers)
         self.bridge = OptimizerBridge(self, optimizer)
-        masters_kept = check_budgets(
-            self.units, self.bridge, config, self.gpu_mem, self.cpu_mem
-        )
+        masters_kept = check_budgets(self.units, self.bridge, config, self.gpu_mem, self.cpu_mem)
         self.side: Side = (
             HostSide(self.gpu_mem, self.cpu_mem, pin=config.pin)
             if device.type == "cpu"
@@ -144,7 +142,9 @@ class Run:
     def _load_plan(path: Any) -> Plan:
         plan = load_profile(path)[1]
         if plan is None:
-            raise ValueError(f"plan: {path} holds a profile without a plan; make one with make_plan")
+            raise ValueError(
+                f"plan: {path} holds a profile without a plan; make one with make_plan"
+            )
         return plan
 
     def _install(self) -> None:

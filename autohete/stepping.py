@@ -108,8 +108,10 @@ class OptimizerBridge:
         optimizer: Any = self.optimizer
         optimizer._opt_called = True
         if not self.native:
-            call = (lambda: self._original(optimizer, closure)) if closure else (
-                lambda: self._original(optimizer)
+            call = (
+                (lambda: self._original(optimizer, closure))
+                if closure
+                else (lambda: self._original(optimizer))
             )
             return self._run.step_elsewhere(call)
         loss = None
@@ -190,8 +192,13 @@ class OptimizerBridge:
                 if seen is not None and all(given.get(k) is t for k, t in seen.items()):
                     continue
                 self._run.engine.adopt_state(
-                    u, i, torch.as_tensor(given["step"]).float(), given["exp_avg"],
-                    given["exp_avg_sq"], given.get("max_exp_avg_sq"), given.get("master"),
+                    u,
+                    i,
+                    torch.as_tensor(given["step"]).float(),
+                    given["exp_avg"],
+                    given["exp_avg_sq"],
+                    given.get("max_exp_avg_sq"),
+                    given.get("master"),
                 )
                 self._publish(u, i)
 

@@ -1,6 +1,6 @@
 """How long a plan takes: GLPK alone (bar: 50 ms), the built-in search, and with 60 simulations.
 
-    PYTHONPATH=. python benchmarks/planning_speed.py
+PYTHONPATH=. python benchmarks/planning_speed.py
 """
 
 from __future__ import annotations
@@ -63,11 +63,12 @@ def main() -> None:
             by_glpk = sum(c * v for c, v in zip(cost, values, strict=True))
             by_search = formulation.search(_C.Goal.STEP_SECONDS, 10.0)
             alone = milliseconds(lambda: glpk.solve(cost=cost, seconds=60.0, **rows))  # noqa: B023
-            search = milliseconds(
-                lambda: formulation.search(_C.Goal.STEP_SECONDS, 10.0), 1)  # noqa: B023
+            search = milliseconds(lambda: formulation.search(_C.Goal.STEP_SECONDS, 10.0), 1)  # noqa: B023
             whole = milliseconds(lambda: solve(profile, budgets, options), 3)  # noqa: B023
-            print(f"{num_layers:6} {num_kinds:5} {alone:9.2f} {search:10.2f} {whole:25.1f}  "
-                  f"{by_search[3] - by_glpk:.1e}{'' if by_search[1] else ' (search stopped)'}")
+            print(
+                f"{num_layers:6} {num_kinds:5} {alone:9.2f} {search:10.2f} {whole:25.1f}  "
+                f"{by_search[3] - by_glpk:.1e}{'' if by_search[1] else ' (search stopped)'}"
+            )
 
 
 if __name__ == "__main__":

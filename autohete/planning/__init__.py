@@ -29,18 +29,45 @@ from autohete.planning.strategies import STRATEGIES
 from autohete.planning.table import PlanRow, format_plan, plan_rows
 
 __all__ = [
-    "STRATEGIES", "ActivationRule", "Budgets", "HardwareProfile", "InfeasibleError", "Plan",
-    "PlanRow", "Profile", "Tier", "UnitPlan", "UnitProfile", "available_host_bytes",
-    "compare_strategies", "describe_model", "device_peak_bytes", "find_machine", "format_bytes",
+    "STRATEGIES",
+    "ActivationRule",
+    "Budgets",
+    "HardwareProfile",
+    "InfeasibleError",
+    "Plan",
+    "PlanRow",
+    "Profile",
+    "Tier",
+    "UnitPlan",
+    "UnitProfile",
+    "available_host_bytes",
+    "compare_strategies",
+    "describe_model",
+    "device_peak_bytes",
+    "find_machine",
+    "format_bytes",
     "format_comparison",
-    "format_plan", "host_bytes", "lane_seconds", "load_profile", "make_plan", "measure_hardware",
-    "minimum_gpu_mem", "parse_bytes", "plan_for", "plan_rows", "profile_model",
-    "save_profile", "simulate", "write_trace",
+    "format_plan",
+    "host_bytes",
+    "lane_seconds",
+    "load_profile",
+    "make_plan",
+    "measure_hardware",
+    "minimum_gpu_mem",
+    "parse_bytes",
+    "plan_for",
+    "plan_rows",
+    "profile_model",
+    "save_profile",
+    "simulate",
+    "write_trace",
 ]
 
 # Loaded when first used: they bring in torch's fake tensors, which training does not need.
 _LAZY = {
-    "describe_model": "model_profile", "find_machine": "library", "profile_model": "library",
+    "describe_model": "model_profile",
+    "find_machine": "library",
+    "profile_model": "library",
     "plan_for": "plan_report",
 }
 

@@ -22,8 +22,12 @@ class StrategyResult:
 
 
 def compare_strategies(
-    profile: _C.Profile, gpu_mem: Size, cpu_mem: Size | None = None, *,
-    strategies: tuple[str, ...] = STRATEGIES, gated: bool = True,
+    profile: _C.Profile,
+    gpu_mem: Size,
+    cpu_mem: Size | None = None,
+    *,
+    strategies: tuple[str, ...] = STRATEGIES,
+    gated: bool = True,
 ) -> list[StrategyResult]:
     """Plan with each strategy; `gated` holds for "autohete" (see make_plan())."""
     results = []
@@ -50,5 +54,6 @@ def format_comparison(results: list[StrategyResult]) -> str:
         lines.append(
             f"{result.strategy:<20}{plan.step_seconds * 1e3:>9.1f} ms"
             f"{plan.step_seconds / base:>10.2f}{format_bytes(plan.device_peak_bytes):>12}"
-            f"{format_bytes(plan.host_bytes):>12}  {plan.binding_lane}")
+            f"{format_bytes(plan.host_bytes):>12}  {plan.binding_lane}"
+        )
     return "\n".join(lines)

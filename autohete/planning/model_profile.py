@@ -74,8 +74,10 @@ class ModelDescription:
         first = next(i for i, unit in enumerate(self.units) if unit.is_layer)
         layers = [unit for unit in self.units if unit.is_layer]
         if {unit.kind for unit in layers} != {layers[0].kind} or count < 1:
-            raise ValueError(f"with_layers: count is {count}, layers of "
-                             f"{len({unit.kind for unit in layers})} kinds, expected one kind")
+            raise ValueError(
+                f"with_layers: count is {count}, layers of "
+                f"{len({unit.kind for unit in layers})} kinds, expected one kind"
+            )
         stem = layers[0].name.rsplit(".", 1)[0]
         repeated = [replace(layers[-1], name=f"{stem}.{i}") for i in range(count)]
         rest = [unit for unit in self.units if not unit.is_layer]
@@ -132,9 +134,13 @@ def describe_model(
                 "device instead"
             ) from error
         return ModelDescription(
-            units=[_described(unit, note, precision) for unit, note in
-                   zip(units, recorder.notes, strict=True)],
-            batch=batch, seq=seq, precision=precision,
+            units=[
+                _described(unit, note, precision)
+                for unit, note in zip(units, recorder.notes, strict=True)
+            ],
+            batch=batch,
+            seq=seq,
+            precision=precision,
             fixed_device_bytes=recorder.outside_bytes(),
             outside_flops=recorder.outside.flops[0] + recorder.outside.flops[1],
             outside_traffic_bytes=recorder.outside.traffic[0] + recorder.outside.traffic[1],
@@ -148,8 +154,9 @@ def _fake_model(model: Any, dtype: torch.dtype) -> nn.Module:
     try:
         from transformers import AutoModelForCausalLM
     except ImportError as error:
-        raise RuntimeError("planning from a configuration needs transformers; "
-                           "pip install transformers") from error
+        raise RuntimeError(
+            "planning from a configuration needs transformers; pip install transformers"
+        ) from error
     built: nn.Module = AutoModelForCausalLM.from_config(model)
     built.config.use_cache = False
     return _fake_copy(built, dtype).train()
@@ -207,8 +214,10 @@ class _Recorder(TorchDispatchMode):
                 handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
                 handles.append(module.register_forward_hook(self._leave))
         try:
-            with self, _fused_attention(), torch.autograd.graph.saved_tensors_hooks(
-                self._pack, lambda tensor: tensor
+            with (
+                self,
+                _fused_attention(),
+                torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor),
             ):
                 loss = _loss(self._model, ids)
             with self:
@@ -235,8 +244,9 @@ class _Recorder(TorchDispatchMode):
         self._stack.append(index)
         self._current = index
         note = self.notes[index]
-        distinct = {_storage(t): t.untyped_storage().nbytes() for t in inputs
-                    if t.is_floating_point()}
+        distinct = {
+            _storage(t): t.untyped_storage().nbytes() for t in inputs if t.is_floating_point()
+        }
         note.inputs = max(note.inputs, sum(distinct.values()))
         self._base = self._live_bytes
 
@@ -358,13 +368,21 @@ def _described(unit: Unit, note: _Note, precision: str) -> UnitDescription:
     num_trainable = sum(p.numel() for p in trainable)
     saved = sum(note.saved.values())
     return UnitDescription(
-        name=unit.name, kind=unit.kind, is_layer=unit.is_layer, is_container=unit.is_container,
-        num_parameters=sum(p.numel() for p in unit.parameters), num_trainable=num_trainable,
+        name=unit.name,
+        kind=unit.kind,
+        is_layer=unit.is_layer,
+        is_container=unit.is_container,
+        num_parameters=sum(p.numel() for p in unit.parameters),
+        num_trainable=num_trainable,
         param_bytes=sum(_bytes(p) for p in unit.parameters),
         grad_bytes=sum(_bytes(p) for p in trainable),
-        state_bytes=state * num_trainable, master_bytes=master * num_trainable,
-        activation_bytes=saved, checkpoint_bytes=min(note.inputs, saved),
+        state_bytes=state * num_trainable,
+        master_bytes=master * num_trainable,
+        activation_bytes=saved,
+        checkpoint_bytes=min(note.inputs, saved),
         temporary_bytes=note.temporary,
-        forward_flops=note.flops[0], backward_flops=note.flops[1],
-        forward_traffic_bytes=note.traffic[0], backward_traffic_bytes=note.traffic[1],
+        forward_flops=note.flops[0],
+        backward_flops=note.flops[1],
+        forward_traffic_bytes=note.traffic[0],
+        backward_traffic_bytes=note.traffic[1],
     )

@@ -18,9 +18,17 @@ from autohete.planning.table import PlanRow, format_plan, plan_rows
 # (layers, width, heads). The sizes in billions are GPT-2 shapes: 4096 wide as in the paper, whose
 # 4B has 21 layers; 7b and 13b are the usual 32 x 4096 and 40 x 5120.
 PRESETS = {
-    "gpt2": (12, 768, 12), "gpt2-medium": (24, 1024, 16), "gpt2-large": (36, 1280, 20),
-    "gpt2-xl": (48, 1600, 25), "2b": (10, 4096, 32), "4b": (21, 4096, 32), "6b": (30, 4096, 32),
-    "7b": (32, 4096, 32), "10b": (50, 4096, 32), "13b": (40, 5120, 40), "18b": (90, 4096, 32),
+    "gpt2": (12, 768, 12),
+    "gpt2-medium": (24, 1024, 16),
+    "gpt2-large": (36, 1280, 20),
+    "gpt2-xl": (48, 1600, 25),
+    "2b": (10, 4096, 32),
+    "4b": (21, 4096, 32),
+    "6b": (30, 4096, 32),
+    "7b": (32, 4096, 32),
+    "10b": (50, 4096, 32),
+    "13b": (40, 5120, 40),
+    "18b": (90, 4096, 32),
     "22b": (110, 4096, 32),
 }
 
@@ -59,16 +67,21 @@ class PlanReport:
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON values."""
         return {
-            "model": self.model, "gpu": self.machine.name,
+            "model": self.model,
+            "gpu": self.machine.name,
             "num_parameters": self.description.num_parameters,
-            "batch": self.description.batch, "seq": self.description.seq,
+            "batch": self.description.batch,
+            "seq": self.description.seq,
             "precision": self.description.precision,
-            "gpu_mem": self.gpu_mem, "cpu_mem": self.cpu_mem,
+            "gpu_mem": self.gpu_mem,
+            "cpu_mem": self.cpu_mem,
             "minimum_gpu_mem": minimum_gpu_mem(self.profile, self.cpu_mem),
             "tokens_per_second": self.tokens_per_second,
-            "model_tflops": self.model_flops_per_second / 1e12, "mfu": self.mfu,
+            "model_tflops": self.model_flops_per_second / 1e12,
+            "mfu": self.mfu,
             "lane_seconds": _C.lane_seconds(self.profile, self.plan),
-            "would_help": dict(self.help), "plan": plan_to_dict(self.plan),
+            "would_help": dict(self.help),
+            "plan": plan_to_dict(self.plan),
         }
 
     def to_json(self) -> str:
@@ -81,7 +94,9 @@ class PlanReport:
             f"{self.model} ({self.description.num_parameters / 1e9:.2f}B parameters) on "
             f"{self.machine.name}, batch {self.description.batch} x {self.description.seq}, "
             f"{self.description.precision}",
-            "", format_plan(plan, self.profile), "",
+            "",
+            format_plan(plan, self.profile),
+            "",
             *(reason_of(row, self.profile) for row in plan_rows(plan, self.profile)),
             "",
             f"device memory {format_bytes(plan.device_peak_bytes)} of {format_bytes(self.gpu_mem)}"
@@ -90,8 +105,10 @@ class PlanReport:
             f"{self.model_flops_per_second / 1e12:.1f} TFLOPS, MFU {self.mfu:.1%}; "
             f"the {plan.binding_lane} lane binds",
         ]
-        lines += [f"{what}: {seconds:.3f} s ({plan.step_seconds / seconds - 1:+.0%} speed)"
-                  for what, seconds in self.help.items()]
+        lines += [
+            f"{what}: {seconds:.3f} s ({plan.step_seconds / seconds - 1:+.0%} speed)"
+            for what, seconds in self.help.items()
+        ]
         return "\n".join(lines)
 
 
@@ -121,8 +138,9 @@ def load_model_config(model: str) -> tuple[Any, int | None]:
         return GPT2Config(n_layer=2, n_embd=width, n_head=heads, n_positions=1 << 20), layers
     path = Path(model)
     if not path.is_file():
-        raise ValueError(f"model is {model!r}, expected a config.json or one of "
-                         f"{', '.join(PRESETS)}")
+        raise ValueError(
+            f"model is {model!r}, expected a config.json or one of {', '.join(PRESETS)}"
+        )
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         kind = data.pop("model_type")
@@ -182,11 +200,14 @@ def plan_for(
     return PlanReport(name, description, machine, profile, plan, device, host, help_)
 
 
-def _what_helps(profile: _C.Profile, device: int, host: int, strategy: str, gated: bool,
-                plan: _C.Plan) -> dict[str, float]:
+def _what_helps(
+    profile: _C.Profile, device: int, host: int, strategy: str, gated: bool, plan: _C.Plan
+) -> dict[str, float]:
     """Step seconds with more of one resource, where that is at least 2 % faster."""
-    faster_cpu, faster_link = _C.HardwareProfile(profile.hardware), _C.HardwareProfile(
-        profile.hardware)
+    faster_cpu, faster_link = (
+        _C.HardwareProfile(profile.hardware),
+        _C.HardwareProfile(profile.hardware),
+    )
     faster_cpu.cpu_params_per_second *= 2
     faster_link.h2d_bytes_per_second *= 2
     faster_link.d2h_bytes_per_second *= 2
@@ -196,8 +217,10 @@ def _what_helps(profile: _C.Profile, device: int, host: int, strategy: str, gate
         "a CPU AdamW twice as fast": (_with_hardware(profile, faster_cpu), device, host),
         "a link twice as fast": (_with_hardware(profile, faster_link), device, host),
     }
-    seconds = {what: make_plan(p, d, h, strategy, gated=gated).step_seconds
-               for what, (p, d, h) in trials.items()}
+    seconds = {
+        what: make_plan(p, d, h, strategy, gated=gated).step_seconds
+        for what, (p, d, h) in trials.items()
+    }
     return {what: s for what, s in seconds.items() if s < 0.98 * plan.step_seconds}
 
 

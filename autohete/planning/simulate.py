@@ -52,14 +52,25 @@ def write_trace(
     names = [unit.name for unit in profile.units]
     lanes = list(_LANE_NAMES)
     events: list[dict[str, object]] = [
-        {"ph": "M", "pid": 0, "tid": lanes.index(lane), "name": "thread_name",
-         "args": {"name": name}}
+        {
+            "ph": "M",
+            "pid": 0,
+            "tid": lanes.index(lane),
+            "name": "thread_name",
+            "args": {"name": name},
+        }
         for lane, name in _LANE_NAMES.items()
     ]
     events.extend(
-        {"ph": "X", "pid": 0, "tid": lanes.index(span.lane),
-         "name": f"{span.what} {names[span.unit]}", "cat": span.what,
-         "ts": span.start_seconds * 1e6, "dur": (span.end_seconds - span.start_seconds) * 1e6}
+        {
+            "ph": "X",
+            "pid": 0,
+            "tid": lanes.index(span.lane),
+            "name": f"{span.what} {names[span.unit]}",
+            "cat": span.what,
+            "ts": span.start_seconds * 1e6,
+            "dur": (span.end_seconds - span.start_seconds) * 1e6,
+        }
         for span in simulation.spans
     )
     write_atomically(Path(path), json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

@@ -1,5 +1,5 @@
-// autohete._C, the CUDA side: present only in a build for a CUDA torch (AUTOHETE_WITH_CUDA). No CUDA
-// header is needed here: the seam's factory and torch's device-neutral calls do it all.
+// autohete._C, the CUDA side: present only in a build for a CUDA torch (AUTOHETE_WITH_CUDA). No
+// CUDA header is needed here: the seam's factory and torch's device-neutral calls do it all.
 #include <ATen/ops/empty.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/utils/pybind.h>
@@ -24,7 +24,8 @@ namespace {
 std::pair<void*, std::shared_ptr<void>> torch_memory(int index, std::size_t bytes) {
   const auto options = at::TensorOptions().dtype(at::kByte).device(c10::Device(c10::kCUDA, index));
   try {
-    auto tensor = std::make_shared<at::Tensor>(at::empty({static_cast<std::int64_t>(bytes)}, options));
+    auto tensor =
+        std::make_shared<at::Tensor>(at::empty({static_cast<std::int64_t>(bytes)}, options));
     return {tensor->data_ptr(), tensor};
   } catch (const c10::OutOfMemoryError&) {
     return {nullptr, nullptr};

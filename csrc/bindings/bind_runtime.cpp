@@ -82,22 +82,21 @@ void bind_device(py::module_& module) {
           },
           py::arg("direction"), py::arg("bytes_per_second"), py::arg("latency_seconds") = 0.0,
           py::arg("duplex_factor") = 1.0)
-      .def("set_random_delays", [](HostMachine& self, std::uint64_t seed,
-                                   double max_seconds) {
+      .def("set_random_delays",
+           [](HostMachine& self, std::uint64_t seed, double max_seconds) {
              self.link(CopyDirection::kHostToDevice).set_random_delays(seed, max_seconds);
              self.link(CopyDirection::kDeviceToHost).set_random_delays(seed + 1, max_seconds);
            })
       .def("hold", [](HostMachine& self, CopyDirection d) { self.link(d).hold(); })
-      .def("release", [](HostMachine& self, CopyDirection d, std::size_t n) {
-             self.link(d).release(n);
-           })
+      .def("release",
+           [](HostMachine& self, CopyDirection d, std::size_t n) { self.link(d).release(n); })
       .def("release_all", [](HostMachine& self, CopyDirection d) { self.link(d).release_all(); })
       .def("fail_next_copies",
            [](HostMachine& self, CopyDirection d, std::size_t n) { self.link(d).fail_next(n); })
       .def("num_copies_ended",
            [](HostMachine& self, CopyDirection d) { return self.link(d).num_ended(); })
-      .def("refuse_pinning", [](HostMachine& self,
-                                std::size_t bytes) { self.store->refuse_pinning(bytes); })
+      .def("refuse_pinning",
+           [](HostMachine& self, std::size_t bytes) { self.store->refuse_pinning(bytes); })
       .def("set_poison", [](HostMachine& self, bool on) { self.store->set_poison(on); });
 }
 
@@ -117,9 +116,9 @@ py::dict counters(TorchEngine& self) {
 // Residency, progress and events in words, see csrc/runtime/unit_state.h.
 constexpr const char* kResidency[] = {"host", "uploading", "resident", "computing"};
 constexpr const char* kProgress[] = {"idle", "leaving", "landed", "committed", "updating"};
-constexpr const char* kEvents[] = {"upload_started",  "upload_done",      "acquired",
-                                   "released",        "dropped",          "gradients_ready",
-                                   "gradients_landed", "commit",          "update_done"};
+constexpr const char* kEvents[] = {"upload_started",   "upload_done", "acquired",
+                                   "released",         "dropped",     "gradients_ready",
+                                   "gradients_landed", "commit",      "update_done"};
 
 py::tuple in_words(UnitState state) {
   return py::make_tuple(kResidency[static_cast<int>(state.residency)],
@@ -218,7 +217,8 @@ void bind_runtime(py::module_& module) {
     }
   });
   bind_device(module);
-  module.attr("UNIT_EVENTS") = py::cast(std::vector<std::string>(std::begin(kEvents), std::end(kEvents)));
+  module.attr("UNIT_EVENTS") =
+      py::cast(std::vector<std::string>(std::begin(kEvents), std::end(kEvents)));
   module.def("next_unit_state", &next_in_words);
   bind_engine(module);
 }

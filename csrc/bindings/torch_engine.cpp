@@ -30,12 +30,14 @@ TorchEngine::~TorchEngine() = default;
 
 int TorchEngine::add_unit(const std::string& name, const std::vector<at::Tensor>& parameters,
                           const std::vector<std::optional<at::Tensor>>& masters,
-                          const std::vector<bool>& updated, bool with_state, bool amsgrad, const UnitPlan& plan) {
+                          const std::vector<bool>& updated, bool with_state, bool amsgrad,
+                          const UnitPlan& plan) {
   std::vector<at::Tensor> known;
   for (const std::optional<at::Tensor>& master : masters)
     known.push_back(master.value_or(at::Tensor()));
-  units_.push_back(std::make_unique<TorchUnit>(name, parameters, known, updated, with_state, amsgrad, plan,
-                                               *handle_.store, handle_.torch_device));
+  units_.push_back(std::make_unique<TorchUnit>(name, parameters, known, updated, with_state,
+                                               amsgrad, plan, *handle_.store,
+                                               handle_.torch_device));
   versions_.push_back(0);
   users_.push_back(0);
   touched_.push_back(false);
@@ -110,9 +112,7 @@ void TorchEngine::use_current_stream() {
       reinterpret_cast<std::uintptr_t>(guard.getStream(handle_.torch_device).native_handle()));
 }
 
-void TorchEngine::point(int unit, const BlockPtr& block) {
-  units_[unit]->point_parameters(block);
-}
+void TorchEngine::point(int unit, const BlockPtr& block) { units_[unit]->point_parameters(block); }
 
 void TorchEngine::acquire(int index, Direction direction) {
   use_current_stream();
@@ -260,9 +260,8 @@ void TorchEngine::commit(const std::vector<AdamHyper>& hypers) {
     std::vector<AdamSpan> spans = unit.make_spans(hypers);
     if (spans.empty()) continue;
     NoGil no_gil;
-    engine_.commit(i, [this, spans = std::move(spans)] {
-      adamw(spans.data(), spans.size(), workers_);
-    });
+    engine_.commit(
+        i, [this, spans = std::move(spans)] { adamw(spans.data(), spans.size(), workers_); });
   }
   if (handle_.torch_device.is_cpu()) update_on_device(hypers);
   NoGil no_gil;

@@ -34,7 +34,8 @@ class TorchEngine {
   // --- set-up, with nothing in flight
   int add_unit(const std::string& name, const std::vector<at::Tensor>& parameters,
                const std::vector<std::optional<at::Tensor>>& masters,
-               const std::vector<bool>& updated, bool with_state, bool amsgrad, const UnitPlan& plan);
+               const std::vector<bool>& updated, bool with_state, bool amsgrad,
+               const UnitPlan& plan);
   // Applies a plan: moves what has to move and makes the slots. On OutOfMemory nothing has changed
   // but the slots: call again with a smaller plan.
   void configure(const std::vector<UnitPlan>& plans, int window, std::size_t chunk_bytes);

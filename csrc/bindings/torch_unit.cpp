@@ -42,7 +42,8 @@ at::Tensor exclusive_gradient(const at::Tensor& parameter, const at::Tensor& gra
 
 TorchUnit::TorchUnit(std::string name, const std::vector<at::Tensor>& parameters,
                      const std::vector<at::Tensor>& masters, const std::vector<bool>& updated,
-                     bool with_state, bool amsgrad, const UnitPlan& plan, Store& store, c10::Device device)
+                     bool with_state, bool amsgrad, const UnitPlan& plan, Store& store,
+                     c10::Device device)
     : name_(std::move(name)), device_(device), amsgrad_(amsgrad) {
   AH_ASSERT(parameters.size() == masters.size() && parameters.size() == updated.size());
   for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -89,8 +90,8 @@ void TorchUnit::allocate(const UnitPlan& plan, Store& store) {
       block = store.allocate_host(bytes, concat(what, " of unit ", name_));
     }
   };
-  host(params_host_, plan.parameters == Tier::kHost || host_state, std::max(param_bytes_, kBlockAlignment),
-       "parameters");
+  host(params_host_, plan.parameters == Tier::kHost || host_state,
+       std::max(param_bytes_, kBlockAlignment), "parameters");
   host(gradients_host_, host_state, std::max(gradient_bytes_, kBlockAlignment), "gradients");
   if (plan.parameters == Tier::kHost) {
     params_device_.reset();
@@ -125,7 +126,8 @@ HomedTensor TorchUnit::state_array(std::size_t i, int index) const {
       parameter.state_offset + static_cast<std::size_t>(position) * parameter.state_array_bytes();
   const c10::Device device = state_->tier() == Tier::kHost ? c10::Device(c10::kCPU) : device_;
   const at::Tensor& value = parameter.value.tensor();
-  at::Tensor array = at::empty_strided({0}, {1}, at::TensorOptions().dtype(at::kFloat).device(device));
+  at::Tensor array =
+      at::empty_strided({0}, {1}, at::TensorOptions().dtype(at::kFloat).device(device));
   const std::size_t bytes = static_cast<std::size_t>(value.numel()) * sizeof(float);
   c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, device));
   point_storage(*storage.unsafeGetStorageImpl(), state_, offset, device);
@@ -158,8 +160,8 @@ void TorchUnit::rehome(const UnitPlan& plan, Store& store, const CopyAndWait& co
   copy(state_, old_state);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     TorchParameter& parameter = parameters_[i];
-    for (HomedTensor* array : {&parameter.exp_avg, &parameter.exp_avg_sq,
-                               &parameter.max_exp_avg_sq, &parameter.master}) {
+    for (HomedTensor* array : {&parameter.exp_avg, &parameter.exp_avg_sq, &parameter.max_exp_avg_sq,
+                               &parameter.master}) {
       if (!array->defined()) continue;
       if (device_.is_cpu()) {
         array->point_at(state_);

@@ -50,8 +50,8 @@ class TorchUnit {
   // value of half parameter i (undefined: its present value, widened). `updated[i]`: the optimizer
   // has it, so its gradient gets room, and its state too with `with_state`.
   TorchUnit(std::string name, const std::vector<at::Tensor>& parameters,
-            const std::vector<at::Tensor>& masters, const std::vector<bool>& updated, bool with_state, bool amsgrad,
-            const UnitPlan& plan, Store& store, c10::Device device);
+            const std::vector<at::Tensor>& masters, const std::vector<bool>& updated,
+            bool with_state, bool amsgrad, const UnitPlan& plan, Store& store, c10::Device device);
 
   const std::string& name() const { return name_; }
   const UnitPlan& plan() const { return plan_; }
@@ -84,7 +84,8 @@ class TorchUnit {
   // What has to go to the host now: gradients that are new, or changed while leaving. Marks them
   // as leaving.
   std::vector<CopySegment> collect_gradients();
-  // Some parameter has a gradient that is neither on the host nor on its way, or changed on its way.
+  // Some parameter has a gradient that is neither on the host nor on its way, or changed on its
+  // way.
   bool has_unsent_gradients() const;
   // The copies are over: gradients point at the host block from here on, and their device memory
   // is free. Returns true when some changed meanwhile and must be sent again.

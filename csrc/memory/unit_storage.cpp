@@ -20,8 +20,8 @@ void drop_reference(void* context) { delete static_cast<BlockPtr*>(context); }
 void point_storage(c10::StorageImpl& storage, const BlockPtr& block, std::size_t offset,
                    c10::Device device) {
   auto reference = std::make_unique<BlockPtr>(block);
-  storage.set_data_ptr_noswap(c10::DataPtr(block->data() + offset, reference.release(),
-                                           &drop_reference, device));
+  storage.set_data_ptr_noswap(
+      c10::DataPtr(block->data() + offset, reference.release(), &drop_reference, device));
 }
 
 void copy_out(c10::StorageImpl& storage) {
@@ -59,9 +59,9 @@ void HomedTensor::move_into(const BlockPtr& block, c10::Device device) {
   }
   // A header of its own over the block; the parameter object stays the user's.
   auto reference = std::make_unique<BlockPtr>(block);
-  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes_,
-                       c10::DataPtr(block->data() + offset_, reference.release(), &drop_reference,
-                                    device));
+  c10::Storage storage(
+      c10::Storage::use_byte_size_t(), bytes_,
+      c10::DataPtr(block->data() + offset_, reference.release(), &drop_reference, device));
   at::Tensor home = at::empty_strided({0}, {1}, tensor_.options().device(device));
   const at::Tensor source =
       tensor_.is_non_overlapping_and_dense() ? tensor_.detach() : tensor_.detach().contiguous();

@@ -148,8 +148,8 @@ BlockPtr Engine::release(int index, bool edited) {
   bool home = false;
   std::exception_ptr error;
   CopyJob job;
-  job.segments = {{unit.blocks.params_host->data(), slots_[unit.slot].block->data(),
-                   unit.blocks.param_bytes}};
+  job.segments = {
+      {unit.blocks.params_host->data(), slots_[unit.slot].block->data(), unit.blocks.param_bytes}};
   job.unit = index;
   job.after = last_use;
   job.done = [&](std::exception_ptr failure) {
@@ -379,9 +379,9 @@ void Engine::synchronize() {
   Lock lock(mutex_);
   wait_ticking(lock, [&] {
     return std::all_of(units_.begin(), units_.end(), [](const Unit& unit) {
-             return unit.state.parameters_final() && unit.state.progress != Progress::kLeaving &&
-                    unit.state.residency != Residency::kUploading;
-           });
+      return unit.state.parameters_final() && unit.state.progress != Progress::kLeaving &&
+             unit.state.residency != Residency::kUploading;
+    });
   });
   rethrow(lock);
 }

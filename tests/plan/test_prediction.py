@@ -28,12 +28,17 @@ def errors(gated: bool, seed: int) -> tuple[np.ndarray, np.ndarray]:
     for _ in range(NUM_PLANS):
         profile = random_gpt(rng)
         counts = as_counts(random_point(profile, rng))
-        formulation = _C.formulate(profile, _C.Budgets(UNLIMITED, UNLIMITED),
-                                   _C.PlannerOptions(gated=gated))
+        formulation = _C.formulate(
+            profile, _C.Budgets(UNLIMITED, UNLIMITED), _C.PlannerOptions(gated=gated)
+        )
         formula = formulation.evaluate(counts)[formulation.step] * formulation.time_scale
         simulated = min(
-            (_C.simulate(profile, _C.decode_plan(profile, counts, 2, spread=spread), policy)
-             for spread in (False, True)), key=lambda simulation: simulation.step_seconds)
+            (
+                _C.simulate(profile, _C.decode_plan(profile, counts, 2, spread=spread), policy)
+                for spread in (False, True)
+            ),
+            key=lambda simulation: simulation.step_seconds,
+        )
         found.append(abs(formula / simulated.step_seconds - 1))
         hard.append(simulated.compute_seconds < 0.98 * simulated.step_seconds)
     return np.array(found), np.array(hard)
@@ -64,8 +69,9 @@ def test_the_gated_formula_predicts_the_gated_simulator_on_hard_plans() -> None:
     assert p95 <= 0.03
 
 
-def best_known(profile: _C.Profile, budgets: _C.Budgets, plan: _C.Plan, gated: bool,
-               rng: random.Random) -> float:
+def best_known(
+    profile: _C.Profile, budgets: _C.Budgets, plan: _C.Plan, gated: bool, rng: random.Random
+) -> float:
     """The shortest step found by climbing from many random starts, far past make_plan()'s limit."""
     options = _C.PlannerOptions(gated=gated, max_simulations=400)
     formulation = _C.formulate(profile, budgets, options)
@@ -73,8 +79,10 @@ def best_known(profile: _C.Profile, budgets: _C.Budgets, plan: _C.Plan, gated: b
     for _ in range(8):
         start = as_counts(random_point(profile, rng))
         climbed = _C.finish_plan(profile, formulation, start, options, "climbed")
-        if (climbed.device_peak_bytes <= budgets.device_bytes
-                and climbed.host_bytes <= budgets.host_bytes):
+        if (
+            climbed.device_peak_bytes <= budgets.device_bytes
+            and climbed.host_bytes <= budgets.host_bytes
+        ):
             best = min(best, climbed.step_seconds)
     return best
 

@@ -55,7 +55,10 @@ def test_half_precision_halves_activations_and_adds_masters() -> None:
     full, half = (describe_model(Net(), B, S, p).units[1] for p in ("fp32", "bf16"))
     assert half.activation_bytes * 2 == full.activation_bytes
     assert (half.param_bytes, half.state_bytes, half.master_bytes) == (
-        2 * half.num_parameters, 12 * half.num_parameters, 0)
+        2 * half.num_parameters,
+        12 * half.num_parameters,
+        0,
+    )
 
 
 def test_a_frozen_layer_has_no_gradients_nor_state() -> None:
@@ -80,7 +83,8 @@ def test_a_configuration_is_described_as_the_model_it_builds() -> None:
     assert described.num_parameters == sum(p.numel() for p in model.parameters())
     live = describe_model(model, 2, 32, "fp32")
     assert [(u.name, u.activation_bytes, u.forward_flops) for u in described.units] == [
-        (u.name, u.activation_bytes, u.forward_flops) for u in live.units]
+        (u.name, u.activation_bytes, u.forward_flops) for u in live.units
+    ]
 
 
 def test_gpt2_flops_are_six_per_parameter_and_token_plus_attention() -> None:
@@ -92,8 +96,13 @@ def test_gpt2_flops_are_six_per_parameter_and_token_plus_attention() -> None:
 
 def test_more_layers_are_the_same_layer_again() -> None:
     def config(layers: int) -> LlamaConfig:
-        return LlamaConfig(num_hidden_layers=layers, hidden_size=64, intermediate_size=128,
-                           num_attention_heads=4, vocab_size=128)
+        return LlamaConfig(
+            num_hidden_layers=layers,
+            hidden_size=64,
+            intermediate_size=128,
+            num_attention_heads=4,
+            vocab_size=128,
+        )
 
     grown = describe_model(config(2), 2, 16, "bf16").with_layers(5)
     direct = describe_model(config(5), 2, 16, "bf16")

@@ -21,8 +21,17 @@ def test_4b_trains_within_12_gb() -> None:
 def test_the_report_says_memory_speed_reasons_and_help() -> None:
     report = plan_for("7b", "a100-40", 4, 1024)
     text = str(report)
-    for part in ("7b", "a100-40", "tokens/s", "MFU", "lane binds", "recomputing frees",
-                 "optimizer state on the host frees", "device memory", "host memory"):
+    for part in (
+        "7b",
+        "a100-40",
+        "tokens/s",
+        "MFU",
+        "lane binds",
+        "recomputing frees",
+        "optimizer state on the host frees",
+        "device memory",
+        "host memory",
+    ):
         assert part in text
     assert report.help, "a CPU-bound plan must say that a faster CPU helps"
     assert all(seconds < report.plan.step_seconds for seconds in report.help.values())
@@ -38,8 +47,13 @@ def test_json_carries_the_same_figures() -> None:
 
 
 def test_a_config_json_is_planned(tmp_path: Path) -> None:
-    config = LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=128,
-                         num_attention_heads=4, vocab_size=128)
+    config = LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        vocab_size=128,
+    )
     config.save_pretrained(tmp_path)
     report = plan_for(str(tmp_path / "config.json"), "h100", 2, 16, suggest=False)
     assert len([u for u in report.description.units if u.is_layer]) == 2
