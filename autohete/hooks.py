@@ -4,7 +4,7 @@ A unit module's `forward` is replaced, on the instance, by a UnitForward; the ro
 RootForward. The graph is left as it is: the start and end of a unit's backward are found with hooks
 on its output and input tensors (a tensor's hook runs before the node that made it, so the hook of a
 unit's input runs after everything inside the unit). That keeps in-place edits, dict outputs and
-memory exactly as in plain PyTorch. See docs/adr/0003-tensor-hooks.md.
+memory exactly as in plain PyTorch. See docs/adr/0004-tensor-hooks.md.
 """
 
 from __future__ import annotations
