@@ -240,6 +240,8 @@ void Engine::prefetch() {
   int seen = 0;
   for (int i = 0; i < 2 * num_units && seen < reach; ++i) {
     std::tie(direction, position) = next_position(direction, position, num_units);
+    // Behind the end of backward comes the update: what is uploaded before it would be old.
+    if (direction_ == Direction::kBackward && direction != Direction::kBackward) return;
     Unit& unit = units_[position];
     if (!offloaded(unit)) continue;
     ++seen;
