@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from autohete import AutoHeteWrapper, CPUAdamW
+from autohete._C import CopyDirection
+
 STEPS = 5
 PLANS: dict[str, dict[str, Any]] = {
     "all+c": {"plan": partial(forced_plan, kinds="all+c")},
@@ -562,8 +565,6 @@ def test_an_optimizer_over_the_adapters_alone_trains_them_and_leaves_the_base():
 
 
 def adamw_of(parameters):
-    from autohete import CPUAdamW
-
     return CPUAdamW(parameters, lr=3e-3)
 
 
@@ -589,3 +590,56 @@ def test_peft_adapters_train_to_the_bits_of_plain_training():
     for plan in PLANS.values():
         ours = train(wrap=plan, steps=STEPS, build=build, loop=loop, optimizer=adamw)
         assert_bit_equal(ours, plain)
+
+
+class AddBlock(nn.Module):
+    """Saves nothing of its input, so plain PyTorch does not mind that it is edited."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(32))
+
+    def forward(self, value: dict[str, Tensor]) -> Tensor:
+        return torch.tanh(value["x"] + self.bias)
+
+
+def test_an_input_edited_after_a_recomputed_unit_raises_instead_of_giving_other_gradients():
+    torch.manual_seed(0)
+    model = nn.Sequential(AddBlock(), AddBlock())
+    optimizer = adamw_of(model.parameters())
+    plan = forced_plan(model, "all+c")
+    trained = AutoHeteWrapper(model, optimizer, gpu_mem="8MiB", plan=plan).to("cpu")
+    for step in range(2):
+        x = torch.ones(2, 32)
+        out = trained.module[0]({"x": x})
+        if step == 0:
+            x.mul_(2)
+            with pytest.raises(RuntimeError, match="unit 0: an input was edited in place"):
+                out.sum().backward()
+        else:
+            out.sum().backward()
+            assert model[0].bias.grad.abs().sum() > 0
+        optimizer.zero_grad()
+    trained.unwrap()
+
+
+def test_a_unit_in_the_users_hands_is_not_uploaded_until_they_are_done():
+    """Another unit's update ends while the user edits this one."""
+    model = make_gpt()
+    optimizer = adamw(model)
+    plan = forced_plan(model, "all+c", window=8)
+    trained = AutoHeteWrapper(model, optimizer, gpu_mem="16MiB", plan=plan).to("cpu")
+    machine = trained.run.side.machine
+    trained(*batch(0)).backward()
+    machine.hold(CopyDirection.HOST_TO_DEVICE)
+    optimizer.step()
+    weight, last = model.blocks[0].qkv.weight, model.head.weight
+    values = weight.data  # settles the unit
+    machine.release_all(CopyDirection.HOST_TO_DEVICE)
+    last.norm()  # the last update is over, and has asked for the uploads that come next
+    assert trained.run.engine.unit_state(2)[0] == "host"
+    values.fill_(0.25)
+    with torch.no_grad():
+        edited = trained(batch(1)[0])
+    trained.unwrap()
+    assert torch.equal(model(batch(1)[0]), edited)
