@@ -45,6 +45,8 @@ def _guarded(values: Any) -> Iterator[Guard]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _guarded(value)
+        elif isinstance(value, dict):
+            yield from _guarded(value.values())
 
 
 class Guard:
@@ -59,9 +61,8 @@ class Guard:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         for tensor in list(_guarded((*args, *kwargs.values()))):
-            tensor._settled()
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+            Guard._settled(tensor)  # the first may have unguarded the others
+        return func(*args, **kwargs)  # on plain tensors; autograd.grad runs user code inside
 
     def _settled(self) -> Any:
         """Settle, and be an instance of the own class again (also when the unit let go of it)."""

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from autohete.recompute import inside_outer_checkpoint, recompute_later
 from autohete.units import tensors_in
 
 if TYPE_CHECKING:
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 def in_backward() -> bool:
     """Return whether this thread is inside a backward pass (a recomputed forward, say)."""
     return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
+
+
+def _may_recompute() -> bool:
+    return not in_backward() or inside_outer_checkpoint()
 
 
 class HookedForward:
@@ -90,8 +94,8 @@ class UnitForward(HookedForward):
         try:
             if call is not None:
                 call.watch_inputs((args, kwargs))
-            if tracked and run.recomputes(self.unit) and not in_backward():
-                out = checkpoint(run.metered(self), *args, use_reentrant=False, **kwargs)
+            if tracked and run.recomputes(self.unit) and _may_recompute():
+                out = recompute_later(run.units[self.unit], run.metered(self), args, kwargs)
             else:
                 out = self.forward(*args, **kwargs)
         finally:

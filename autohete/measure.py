@@ -192,7 +192,7 @@ def build_profile(
         p.param_bytes, p.grad_bytes, p.state_bytes = param_bytes, grad_bytes, state_bytes
         p.master_bytes = param_bytes if grad_bytes else 0
         p.can_offload_parameters = not unit.is_container
-        p.can_recompute = unit.is_layer
+        p.can_recompute = unit.is_layer and not unit.edits_inputs
         if same:
             p.forward_seconds = median(m.forward_seconds for m in same)
             p.backward_seconds = median(m.backward_seconds for m in same)

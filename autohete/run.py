@@ -203,6 +203,7 @@ class Run:
     def _guard_all(self) -> None:
         for index in range(len(self.units)):
             self._guard(index)
+        self.engine.take_back()
 
     def settle(self, index: int) -> None:
         """Wait until the unit's tensors are final; they are plain tensors afterwards."""
@@ -243,6 +244,7 @@ class Run:
             self.abandon()
         if tracked and self._meter is not None and self._meter.complete and self.num_steps:
             self._plan_from_measured_step()
+        self._guard_all()
         self.side.charge_activations(True)
         if tracked and self._meter is not None and not self._meter.complete:
             self._meter.begin()

@@ -24,6 +24,8 @@ class Unit:
     is_layer: bool = False
     is_container: bool = False
     """It contains other units, so its parameters stay on the device."""
+    edits_inputs: bool | None = None
+    """Whether its forward writes to its own inputs; None until it has run."""
 
     @property
     def kind(self) -> str:

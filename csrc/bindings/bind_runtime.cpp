@@ -178,6 +178,7 @@ void bind_engine(py::module_& module) {
       .def("finish_backward", &TorchEngine::finish_backward)
       .def("abandon", &TorchEngine::abandon)
       .def("settle", &TorchEngine::settle)
+      .def("take_back", [](TorchEngine& self) { self.engine().take_back(); })
       .def("settle_gradients", &TorchEngine::settle_gradients)
       .def("synchronize", &TorchEngine::synchronize)
       .def("missing_state", &TorchEngine::missing_state)

@@ -96,6 +96,7 @@ BlockPtr Engine::acquire(int index, Direction direction) {
     return device_block(unit) ? device_block(unit) : newest_block(unit);
   }
   rethrow(lock);
+  unit.given_out = false;
   position_ = index;
   waiting_ = index;
   direction_ = direction;
@@ -169,6 +170,7 @@ BlockPtr Engine::release(int index, bool edited) {
 BlockPtr Engine::settle(int index) {
   Lock lock(mutex_);
   Unit& unit = units_.at(index);
+  unit.given_out = true;  // first: other units' updates end and prefetch while we wait
   wait(lock, &EngineCounters::wait_update_seconds, index, [&] {
     return unit.state.parameters_final() && unit.state.residency != Residency::kUploading &&
            (offloaded(unit) || unit.state.residency != Residency::kHost);
@@ -176,6 +178,11 @@ BlockPtr Engine::settle(int index) {
   rethrow(lock);
   if (offloaded(unit) && unit.state.residency == Residency::kResident) drop(unit);
   return unit.users > 0 && device_block(unit) ? device_block(unit) : newest_block(unit);
+}
+
+void Engine::take_back() {
+  Lock lock(mutex_);
+  for (Unit& unit : units_) unit.given_out = false;
 }
 
 // With mutex_ held. Finds a slot for the unit: a free one, or the one whose bytes are needed last.
@@ -245,7 +252,7 @@ void Engine::prefetch() {
     Unit& unit = units_[position];
     if (!offloaded(unit)) continue;
     ++seen;
-    if (unit.state.residency != Residency::kHost) continue;
+    if (unit.state.residency != Residency::kHost || unit.given_out) continue;
     if (!unit.state.parameters_final()) continue;  // its own update asks again when done
     if (!take_slot(position)) return;
     start_upload(position, static_cast<std::uint64_t>(seen));
@@ -314,6 +321,7 @@ void Engine::commit(int index, std::function<void()> update) {
   });
   rethrow(lock);
   if (unit.state.residency == Residency::kResident) drop(unit);
+  unit.given_out = false;
   unit.update = std::move(update);
   advance(unit.state, UnitEvent::kCommit);
   if (unit.state.progress == Progress::kUpdating) start_update(index);

@@ -87,8 +87,12 @@ class Engine {
   BlockPtr release(int unit, bool edited);
 
   // Waits until nothing writes the unit's parameters, forgets device copies that could become
-  // old when the caller edits them, and returns the block that holds the newest bytes.
+  // old when the caller edits them, and returns the block that holds the newest bytes. The unit is
+  // the caller's from here on, no lane starts to read it, until acquire(), commit() or
+  // take_back().
   BlockPtr settle(int unit);
+  // The caller will settle() again before the next touch: all units may be uploaded ahead again.
+  void take_back();
 
   // Starts copying gradients to the host; waits for an update of the unit that still reads the last
   // ones. Each dst must lie in the unit's gradients_host; sources
@@ -126,9 +130,10 @@ class Engine {
   struct Unit {
     UnitBlocks blocks;
     UnitState state;
-    int users = 0;   // acquires without release
-    int slot = -1;   // index into slots_, or -1
-    Event last_use;  // of a device block that is not a slot
+    int users = 0;           // acquires without release
+    int slot = -1;           // index into slots_, or -1
+    bool given_out = false;  // settled: the user may be writing to it
+    Event last_use;          // of a device block that is not a slot
     std::function<void()> update;
   };
   using Lock = std::unique_lock<std::mutex>;
