@@ -59,7 +59,7 @@ class Guard:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         for tensor in list(_guarded((*args, *kwargs.values()))):
-            tensor._settled()
+            Guard._settled(tensor)  # the first may have unguarded the others
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
