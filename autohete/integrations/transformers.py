@@ -217,13 +217,14 @@ class AutoHeteCallback(TrainerCallback):  # type: ignore[misc]
                 "callback's, expected the same object; build both from one model (model_init= "
                 "makes new ones, so it cannot be used)"
             )
+        optim = str(getattr(args.optim, "value", args.optim))
         for wrong, what in (
             (args.parallel_mode == ParallelMode.DISTRIBUTED, "a launcher's process group (DDP)"),
             (args.n_gpu > 1, f"{args.n_gpu} GPUs (DataParallel)"),
             (bool(args.fsdp), "fsdp"),
             (bool(args.deepspeed), "deepspeed"),
             (args.fp16_full_eval or args.bf16_full_eval, "fp16_full_eval or bf16_full_eval"),
-            (any(s in str(args.optim) for s in ("lomo", "layerwise")), f"optim={args.optim}"),
+            ("lomo" in optim or "layerwise" in optim, f"optim={optim}"),
         ):
             if wrong:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""Tiny Hugging Face Trainers on the host device, plain and under the callback, and their comparison."""
+"""Tiny Hugging Face Trainers on the host device, plain and under the callback, to compare."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from transformers import (
     Trainer,
     TrainerCallback,
     TrainingArguments,
+    set_seed,
 )
 
 from autohete import CPUAdamW
@@ -103,14 +104,14 @@ def trainer(
         callbacks.append(callback(model, **({} if ours is True else ours)))
     callbacks += after
     known = {
-        "max_steps": 6,
+        "max_steps": 4,
         "per_device_train_batch_size": 2,
         "per_device_eval_batch_size": 8,
         "logging_steps": 1,
         "learning_rate": 3e-3,
         "save_strategy": "no",
         "lr_scheduler_type": "cosine",
-        "warmup_steps": 2,
+        "warmup_steps": 1,
     }
     args = TrainingArguments(
         str(folder or tempfile.mkdtemp(dir=".")),
@@ -131,8 +132,14 @@ def trainer(
 
 def trained(**keywords: Any) -> Trainer:
     made = trainer(**keywords)
-    made.train()
+    train(made)
     return made
+
+
+def train(trainer: Trainer, **keywords: Any) -> None:
+    """Train from the same random state, whatever ran before."""
+    set_seed(42)
+    trainer.train(**keywords)
 
 
 def ours_of(trainer: Trainer) -> AutoHeteCallback:
@@ -153,7 +160,7 @@ def inner_optimizer(trainer: Trainer) -> Any:
 
 def assert_same_training(ours: Trainer, plain: Trainer) -> None:
     """Logs, weights, and the optimizer's whole state, to the bit."""
-    assert logged(ours) == logged(plain)
+    assert repr(logged(ours)) == repr(logged(plain))  # as text, since norms may be NaN
     a, b = inner_optimizer(ours), inner_optimizer(plain)
     pairs = list(zip(ours.model.named_parameters(), plain.model.named_parameters(), strict=True))
     assert any(b.state.get(q) for _, (_, q) in pairs), "the optimizer has a state"
