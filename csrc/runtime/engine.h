@@ -128,6 +128,7 @@ class Engine {
     UnitState state;
     int users = 0;   // acquires without release
     int slot = -1;   // index into slots_, or -1
+    bool touched = false;  // settled since the last upload: kernels may be reading or writing it
     Event last_use;  // of a device block that is not a slot
     std::function<void()> update;
   };
