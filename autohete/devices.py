@@ -47,13 +47,23 @@ class HostSide:
     def host_peak(self) -> int:
         return self.machine.host_peak()
 
+    def check_host_memory(self) -> None:
+        """Nothing to do: the host device reads all of the host's memory."""
+
+    def close(self) -> None:
+        """Nothing to do."""
+
     def clock(self) -> float:
         """Seconds, once everything queued on the device so far is done."""
         return time.perf_counter()
 
 
 class CudaSide:
-    """A CUDA GPU; slots come from torch's allocator, so its statistics count them."""
+    """A CUDA GPU; slots come from torch's allocator, so its statistics count them.
+
+    `gpu_mem` bounds all that this process holds on the GPU through torch, by torch's own limit;
+    what was there before (another model, say) counts too.
+    """
 
     def __init__(
         self, device: torch.device, gpu_mem: int, cpu_mem: int, *, pin: bool = True
@@ -64,14 +74,42 @@ class CudaSide:
                 "a CUDA toolkit); reinstall it in this environment: "
                 "pip install --no-build-isolation --force-reinstall --no-deps autohete"
             )
+        if not torch.cuda.is_available():
+            raise RuntimeError(
+                "autohete: torch sees no GPU (torch.cuda.is_available() is False), expected one "
+                'for .cuda(); use .to("cpu"), the host device, without one'
+            )
         index = device.index if device.index is not None else torch.cuda.current_device()
         self.torch_device = torch.device("cuda", index)
-        self.machine = _C.CudaMachine(index, cpu_mem, pin, _warn_once)
+
+        def room() -> tuple[int, int]:  # knows nothing of self: the machine would keep it alive
+            return max(gpu_mem - torch.cuda.memory_allocated(index), 0), gpu_mem
+
+        self.machine = _C.CudaMachine(index, cpu_mem, pin, _warn_once, room)
         self.handle = self.machine.handle()
-        fraction = gpu_mem / torch.cuda.get_device_properties(index).total_memory
-        if fraction < 1:
-            torch.cuda.set_per_process_memory_fraction(fraction, index)
-        self._base = torch.cuda.memory_allocated(index)
+        get_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+        self._fraction_before: float = get_fraction(index) if get_fraction else 1.0
+        total = torch.cuda.get_device_properties(index).total_memory
+        torch.cuda.set_per_process_memory_fraction(
+            min(gpu_mem / total, self._fraction_before), index
+        )
+
+    def check_host_memory(self) -> None:
+        """Raise RuntimeError unless the GPU can read what is kept on the host.
+
+        Evicted parameters and gradients are CUDA tensors over pinned host memory; where that is
+        refused, code that touches one would end in an illegal memory access.
+        """
+        if not self.machine.host_memory_readable():
+            reason = "this GPU cannot read the host's memory"
+        elif not self.machine.pins_host_memory():
+            reason = "host memory was not pinned"
+        else:
+            return
+        raise RuntimeError(
+            f"autohete: {reason}, expected pinned memory that the GPU reads; leave pin=True, raise "
+            "the limit on locked memory (ulimit -l unlimited), or lower what is kept on the host"
+        )
 
     def charge_activations(self, on: bool) -> None:
         """Nothing to do: torch's allocator counts."""
@@ -94,6 +132,19 @@ class CudaSide:
     def clock(self) -> float:
         torch.cuda.synchronize(self.torch_device)
         return time.perf_counter()
+
+    def free_for_plain_tensors(self) -> int:
+        """Return the bytes that torch could still allocate without gpu_mem as a limit."""
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        reserved = torch.cuda.memory_reserved(self.torch_device)
+        allowed = int(total * self._fraction_before) - reserved
+        return min(free, allowed) + reserved - self.used()
+
+    def close(self) -> None:
+        """Give torch's allocator its own limit back."""
+        torch.cuda.set_per_process_memory_fraction(
+            self._fraction_before, self.torch_device.index
+        )
 
 
 Side = HostSide | CudaSide

@@ -52,6 +52,12 @@ class Run:
         self.cpu_mem = config.host_budget()
         self.units: list[Unit] = find_units(model, config.layers)
         self.bridge = OptimizerBridge(self, optimizer)
+        if device.type != "cpu" and not self.bridge.native:
+            raise ValueError(
+                f"optimizer is {type(optimizer).__name__}, expected AdamW, Adam or "
+                "autohete.CPUAdamW (not differentiable) on a GPU; others are stepped on the host "
+                'device only, .to("cpu")'
+            )
         masters_kept = check_budgets(self.units, self.bridge, config, self.gpu_mem, self.cpu_mem)
         self.side: Side = (
             HostSide(self.gpu_mem, self.cpu_mem, pin=config.pin)
@@ -79,12 +85,15 @@ class Run:
 
     def _attach(self, masters_kept: bool) -> None:
         start = time.perf_counter()
+        first = next(self.model.parameters(), None)
+        origin = torch.device("cpu") if first is None or first.is_meta else first.device
         try:
             self._move_in()
+            self.side.check_host_memory()
             self._start_plan()
             self._install()
         except BaseException:
-            self.detach()
+            self.detach(origin)
             raise
         _log.info(
             "autohete: %d units of %s wrapped in %.2f s (host memory %s%s); gpu_mem=%s, cpu_mem=%s",
@@ -113,11 +122,21 @@ class Run:
                 amsgrad=self.bridge.amsgrad,
                 plan=placement,
             )
-        if self.side.torch_device.type != "cpu":
-            for module in self.model.modules():
-                for name, buffer in module._buffers.items():
-                    if buffer is not None:
-                        module._buffers[name] = buffer.to(self.side.torch_device)
+        self._move_buffers(self.side.torch_device)
+
+    def _move_buffers(self, device: torch.device) -> None:
+        moved: dict[int, Tensor] = {}  # one that two modules share stays one
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None or buffer.device == device:
+                    continue
+                if id(buffer) not in moved:
+                    moved[id(buffer)] = (
+                        torch.zeros_like(buffer, device=device)
+                        if buffer.is_meta
+                        else buffer.to(device)
+                    )
+                module._buffers[name] = moved[id(buffer)]
 
     def _start_plan(self) -> None:
         given = self.config.plan
@@ -159,17 +178,38 @@ class Run:
         forward.install()
         self._hooked.append(forward)
 
-    def detach(self) -> None:
-        """Leave model and optimizer as plain PyTorch objects with the newest values."""
+    def detach(self, device: torch.device | None = None) -> None:
+        """Leave model and optimizer as plain PyTorch objects with the newest values.
+
+        Args:
+            device: where their tensors are afterwards; left out: where they trained.
+
+        Raises:
+            torch.OutOfMemoryError: they do not fit there as plain tensors; nothing has changed.
+        """
+        target = device or self.side.torch_device
+        self._check_room(target)
         self.abandon()
         self.bridge.remove()
         for forward in reversed(self._hooked):
             forward.remove()
         self._hooked.clear()
         self.side.charge_activations(False)
-        for index in range(self.engine.num_units()):
-            self.settle(index)
-        self.engine.leave()
+        self.synchronize()
+        self.engine.leave(target)
+        self._move_buffers(target)
+        self.side.close()
+
+    def _check_room(self, target: torch.device) -> None:
+        if not isinstance(self.side, CudaSide) or target != self.side.torch_device:
+            return
+        needed, free = self.engine.bytes_to_leave(), self.side.free_for_plain_tensors()
+        if needed > free:
+            raise torch.OutOfMemoryError(
+                f"unwrap: model and optimizer state need {format_bytes(needed)} more on {target} "
+                f"as plain tensors, but {format_bytes(free)} are free there; keep them on the CPU: "
+                'unwrap("cpu")'
+            )
 
     @property
     def attached(self) -> bool:
@@ -192,12 +232,12 @@ class Run:
 
         return UnitGuard(settle, settle_gradients)
 
-    def _managed(self, index: int) -> bool:
+    def is_managed(self, index: int) -> bool:
         """Whether the engine moves anything of the unit."""
         return self._placements[index].optimizer_state == Tier.HOST
 
     def _guard(self, index: int) -> None:
-        if self._managed(index) and self._users[index] == 0:
+        if self.is_managed(index) and self._users[index] == 0:
             self._guards[index].wear(self.units[index].parameters, [])
 
     def _guard_all(self) -> None:
@@ -260,7 +300,7 @@ class Run:
 
     def enter_forward(self, index: int, tracked: bool) -> None:
         backward = in_backward()
-        if self._managed(index):
+        if self.is_managed(index):
             direction = _C.Direction.FORWARD if tracked else _C.Direction.FORWARD_ONLY
             self._acquire(index, _C.Direction.BACKWARD if backward else direction)
         if tracked and not backward and self._measuring():
@@ -269,7 +309,7 @@ class Run:
     def leave_forward(self, index: int, tracked: bool) -> None:
         if tracked and not in_backward() and self._measuring():
             self._meter.forward_ends(index)
-        if self._managed(index):
+        if self.is_managed(index):
             self._release(index)
 
     def _acquire(self, index: int, direction: _C.Direction) -> None:
@@ -296,10 +336,10 @@ class Run:
 
     def enter_backward(self, call: UnitCall) -> None:
         self.begin_backward()
-        if not self._managed(call.unit) and not self._measuring():
+        if not self.is_managed(call.unit) and not self._measuring():
             return
         self._open_calls.append(call)
-        if self._managed(call.unit):
+        if self.is_managed(call.unit):
             self._acquire(call.unit, _C.Direction.BACKWARD)
         if self._measuring():
             self._meter.backward_begins(call.unit)
@@ -310,7 +350,7 @@ class Run:
         self._open_calls.remove(call)
         if self._measuring():
             self._meter.backward_ends(call.unit)
-        if self._managed(call.unit):
+        if self.is_managed(call.unit):
             self._release(call.unit)
             if self._users[call.unit] == 0:
                 self.engine.send_gradients(call.unit)
@@ -329,7 +369,7 @@ class Run:
         for index in range(len(self.units)):
             self._users[index] = 0
             self._guard(index)
-            if self._managed(index):
+            if self.is_managed(index):
                 self._guards[index].wear_gradients(self.units[index].parameters)
 
     def abandon(self) -> None:
@@ -357,7 +397,7 @@ class Run:
             self.abandon()
         self._moments = self.bridge.commit()
         for index, unit in enumerate(self.units):
-            if self._managed(index):
+            if self.is_managed(index):
                 self._committed[index] = True
                 self._guards[index].wear(unit.parameters, self._moments[index])
                 self._guards[index].wear_gradients(unit.parameters)
@@ -388,6 +428,7 @@ class Run:
                 f"(this model's); make a new plan for this model"
             )
         self.engine.configure(plan.units, plan.window, plan.chunk_bytes)
+        self.side.check_host_memory()
         self._placements = list(plan.units)
         if self._hooked:
             self.bridge.publish_states()

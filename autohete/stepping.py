@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from autohete import _C
+from autohete.cuda_update import update_on_cuda
 from autohete.optim import CPUAdamW
 
 if TYPE_CHECKING:
@@ -138,7 +139,9 @@ class OptimizerBridge:
             self._publish(u, i)
         hypers = [self._hyper(group) for group in self.optimizer.param_groups]
         engine.commit(hypers)
-        self._run_cuda_updates()
+        if self._run.side.torch_device.type != "cpu":
+            managed = self._run.is_managed
+            update_on_cuda(self._run.units, managed, self._seen, hypers, self._group_of)
         moments: list[list[Tensor]] = [[] for _ in self._run.units]
         for (u, _), state in self._seen.items():
             moments[u] += [t for key, t in state.items() if key != "step"]
@@ -212,11 +215,3 @@ class OptimizerBridge:
         """Show them again after they moved to another device."""
         for u, i in list(self._seen):
             self._publish(u, i)
-
-    def _run_cuda_updates(self) -> None:
-        """Units whose state is on a GPU are updated there by torch's own rule."""
-        if self._run.side.torch_device.type == "cpu":
-            return
-        from autohete.cuda_update import update_on_cuda
-
-        update_on_cuda(self.optimizer, self._run.units, self._run._managed, self._seen)

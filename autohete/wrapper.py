@@ -109,10 +109,18 @@ class AutoHeteWrapper(nn.Module):
         self._attach(torch.device("cpu"))
         return self
 
-    def unwrap(self) -> nn.Module:
-        """Detach and return the model; it and the optimizer go on as plain PyTorch objects."""
+    def unwrap(self, device: torch.device | str | None = None) -> nn.Module:
+        """Detach and return the model; it and the optimizer go on as plain PyTorch objects.
+
+        Args:
+            device: where their tensors are afterwards; left out: where they trained. A model that
+                the GPU cannot hold as a whole is kept on the CPU with unwrap("cpu").
+
+        Raises:
+            torch.OutOfMemoryError: they do not fit there; nothing has changed.
+        """
         if self.run is not None:
-            self.run.detach()
+            self.run.detach(None if device is None else torch.device(device))
             vars(self)["run"] = None
         return self.module
 

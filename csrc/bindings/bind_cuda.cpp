@@ -2,10 +2,12 @@
 // CUDA header is needed here: the seam's factory and torch's device-neutral calls do it all.
 #include <ATen/ops/empty.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "csrc/bindings/torch_engine.h"
 #include "csrc/device/budget.h"
@@ -36,12 +38,16 @@ struct CudaMachine {
   std::shared_ptr<Budget> host_budget;
   DeviceHandle parts;
 
-  CudaMachine(int index, std::size_t cpu_mem, bool pin, py::object warn)
+  CudaMachine(int index, std::size_t cpu_mem, bool pin, py::object warn, py::object device_room)
       : host_budget(std::make_shared<Budget>(cpu_mem)) {
     CudaStoreOptions options;
     options.index = index;
     options.allocate_device = [index](std::size_t bytes) { return torch_memory(index, bytes); };
     options.host_budget = host_budget;
+    options.device_room = [device_room] {
+      py::gil_scoped_acquire gil;
+      return device_room().cast<std::pair<std::size_t, std::size_t>>();
+    };
     options.pin = pin;
     options.warn = [warn](const std::string& text) {
       py::gil_scoped_acquire gil;
@@ -59,8 +65,8 @@ void bind_cuda(py::module_& module) {
 #ifdef AUTOHETE_WITH_CUDA
   module.def("cuda_device_count", &cuda_device_count);
   py::class_<CudaMachine, std::shared_ptr<CudaMachine>>(module, "CudaMachine")
-      .def(py::init<int, std::size_t, bool, py::object>(), py::arg("index"), py::arg("cpu_mem"),
-           py::arg("pin"), py::arg("warn"))
+      .def(py::init<int, std::size_t, bool, py::object, py::object>(), py::arg("index"),
+           py::arg("cpu_mem"), py::arg("pin"), py::arg("warn"), py::arg("device_room"))
       .def("handle", [](CudaMachine& self) { return self.parts; })
       .def("pins_host_memory", [](CudaMachine& s) { return s.parts.store->pins_host_memory(); })
       .def("host_memory_readable",

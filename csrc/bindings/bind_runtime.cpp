@@ -171,7 +171,8 @@ void bind_engine(py::module_& module) {
            py::arg("plan"))
       .def("configure", &TorchEngine::configure, py::arg("plans"), py::arg("window"),
            py::arg("chunk_bytes"))
-      .def("leave", &TorchEngine::leave)
+      .def("leave", &TorchEngine::leave, py::arg("device"))
+      .def("bytes_to_leave", &TorchEngine::bytes_to_leave)
       .def("acquire", &TorchEngine::acquire)
       .def("release", &TorchEngine::release)
       .def("send_gradients", &TorchEngine::send_gradients)

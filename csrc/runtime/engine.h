@@ -133,6 +133,7 @@ class Engine {
     int users = 0;           // acquires without release
     int slot = -1;           // index into slots_, or -1
     bool given_out = false;  // settled: the user may be writing to it
+    bool touched = false;    // settled since the last upload: kernels may be reading or writing it
     Event last_use;          // of a device block that is not a slot
     std::function<void()> update;
   };

@@ -98,6 +98,7 @@ const char* const kFunctions[] = {"cudaGetDeviceCount",
                                   "cudaGetDevice",
                                   "cudaSetDevice",
                                   "cudaGetDeviceProperties",
+                                  "cudaDeviceGetAttribute",
                                   "cudaMemGetInfo",
                                   "cudaEventCreateWithFlags",
                                   "cudaEventRecord",
@@ -196,8 +197,14 @@ cudaError_t CUDARTAPI cudaGetDeviceProperties(cudaDeviceProp* properties, int de
   *properties = {};
   std::strcpy(properties->name, "stand-in GPU");
   properties->totalGlobalMem = std::size_t{1} << 30;
-  properties->unifiedAddressing = 1;
-  properties->canUseHostPointerForRegisteredMem = world().readable;
+  return cudaSuccess;
+}
+
+cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  ENTER("cudaDeviceGetAttribute");
+  if (device < 0 || device >= world().device_count) return remember(cudaErrorInvalidDevice);
+  *value = attribute == cudaDevAttrUnifiedAddressing ||
+           (attribute == cudaDevAttrCanUseHostPointerForRegisteredMem && world().readable);
   return cudaSuccess;
 }
 
