@@ -70,7 +70,7 @@ class Config:
             ValueError: it was left out on the host device, which has no size of its own.
         """
         if self.gpu_mem is not None:
-            return int(self.gpu_mem)  # type: ignore[arg-type]
+            return int(self.gpu_mem)
         if device.type == "cpu":
             raise ValueError(
                 "gpu_mem is None, expected a size on the host device (it stands for a GPU of your "
@@ -82,7 +82,7 @@ class Config:
     def host_budget(self) -> int:
         """Return cpu_mem, measured when it was left out."""
         if self.cpu_mem is not None:
-            return int(self.cpu_mem)  # type: ignore[arg-type]
+            return int(self.cpu_mem)
         pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return int(pages * 0.9)
 

@@ -45,7 +45,7 @@ class HostSide:
         self.machine.reset_device_peak()
 
     def host_peak(self) -> int:
-        return self.machine.host_peak()
+        return int(self.machine.host_peak())
 
     def check_host_memory(self) -> None:
         """Nothing to do: the host device reads all of the host's memory."""
@@ -127,7 +127,7 @@ class CudaSide:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def host_peak(self) -> int:
-        return self.machine.host_peak()
+        return int(self.machine.host_peak())
 
     def clock(self) -> float:
         torch.cuda.synchronize(self.torch_device)

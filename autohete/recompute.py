@@ -34,7 +34,7 @@ def inside_outer_checkpoint() -> bool:
 
     There the same tensors have to be saved as in the first run, so a unit nests its own checkpoint.
     """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 class _TwiceRun:

@@ -292,23 +292,24 @@ class Run:
     def end_forward(self) -> None:
         if not torch.is_grad_enabled():
             self.side.charge_activations(False)
-        elif self._measuring():
-            self._meter.forward_over()
+        elif (meter := self._measuring()):
+            meter.forward_over()
 
-    def _measuring(self) -> bool:
-        return self._meter is not None and not self._meter.complete
+    def _measuring(self) -> StepMeter | None:
+        """The meter, while the first step is being measured."""
+        return None if self._meter is None or self._meter.complete else self._meter
 
     def enter_forward(self, index: int, tracked: bool) -> None:
         backward = in_backward()
         if self.is_managed(index):
             direction = _C.Direction.FORWARD if tracked else _C.Direction.FORWARD_ONLY
             self._acquire(index, _C.Direction.BACKWARD if backward else direction)
-        if tracked and not backward and self._measuring():
-            self._meter.forward_begins(index)
+        if tracked and not backward and (meter := self._measuring()):
+            meter.forward_begins(index)
 
     def leave_forward(self, index: int, tracked: bool) -> None:
-        if tracked and not in_backward() and self._measuring():
-            self._meter.forward_ends(index)
+        if tracked and not in_backward() and (meter := self._measuring()):
+            meter.forward_ends(index)
         if self.is_managed(index):
             self._release(index)
 
@@ -341,15 +342,15 @@ class Run:
         self._open_calls.append(call)
         if self.is_managed(call.unit):
             self._acquire(call.unit, _C.Direction.BACKWARD)
-        if self._measuring():
-            self._meter.backward_begins(call.unit)
+        if (meter := self._measuring()):
+            meter.backward_begins(call.unit)
 
     def leave_backward(self, call: UnitCall) -> None:
         if call not in self._open_calls:
             return
         self._open_calls.remove(call)
-        if self._measuring():
-            self._meter.backward_ends(call.unit)
+        if (meter := self._measuring()):
+            meter.backward_ends(call.unit)
         if self.is_managed(call.unit):
             self._release(call.unit)
             if self._users[call.unit] == 0:
@@ -362,8 +363,8 @@ class Run:
         for call in self._open_calls:
             call.is_open = False
         self._open_calls.clear()
-        if self._measuring():
-            self._meter.backward_over()
+        if (meter := self._measuring()):
+            meter.backward_over()
         self.engine.finish_backward()
         self.side.charge_activations(False)
         for index in range(len(self.units)):
@@ -438,6 +439,7 @@ class Run:
 
     def _plan_from_measured_step(self) -> None:
         meter, self._meter = self._meter, None
+        assert meter is not None
         self.synchronize()
         spans = self.engine.take_timeline()
         self.engine.record_timeline(False)

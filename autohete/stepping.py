@@ -84,7 +84,7 @@ class OptimizerBridge:
 
         if self.native:
             # torch puts step hooks and the profiler's mark around a class's step like this.
-            step = Optimizer.profile_hook_step(step)  # type: ignore[assignment]
+            step = Optimizer.profile_hook_step(step)
         step._autohete_step = True  # type: ignore[attr-defined]
         self._original = original
         self._installed = types.MethodType(step, self.optimizer)

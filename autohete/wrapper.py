@@ -50,6 +50,12 @@ class AutoHeteWrapper(nn.Module):
         Sequential(...
     """
 
+    # Kept out of nn.Module's own registries, so that names and keys stay the model's.
+    module: nn.Module
+    optimizer: Optimizer
+    config: Config
+    run: Run | None
+
     def __init__(
         self,
         model: nn.Module,
@@ -89,7 +95,8 @@ class AutoHeteWrapper(nn.Module):
 
     def to(self, *args: Any, **kwargs: Any) -> AutoHeteWrapper:
         """Attach to the device. Later calls with the same device do nothing."""
-        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        parsed: Any = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype = parsed[0], parsed[1]
         if dtype is not None:
             raise ValueError(
                 f"AutoHeteWrapper.to: dtype is {dtype}, expected none; use precision= when wrapping"
@@ -187,12 +194,15 @@ class AutoHeteWrapper(nn.Module):
         return self.module.named_modules(*args, **kwargs)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        return self.module.named_children()
+        children: Iterator[tuple[str, nn.Module]] = self.module.named_children()
+        return children
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         return self.module.parameters(recurse)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -62,7 +62,7 @@ class HeldApply:
                     "while an AutoHeteCallback holds the model; convert it before the callback is "
                     "built, or use precision="
                 )
-            if device.type == "cpu" and probe.is_shared():  # type: ignore[no-untyped-call]
+            if device.type == "cpu" and probe.is_shared():
                 raise ValueError(
                     "model: share_memory() was called, expected no sharing between processes while "
                     "an AutoHeteCallback holds the model; call unwrap() on the callback first"

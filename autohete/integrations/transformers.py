@@ -184,7 +184,7 @@ class AutoHeteCallback(TrainerCallback):  # type: ignore[misc]
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._wrapper is None:
+        if self._wrapper is None or self._wrapper.run is None:
             return
         steps = self._wrapper.run.num_steps
         if steps == self._steps_seen:
