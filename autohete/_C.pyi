@@ -12,6 +12,33 @@ class AdamHyper:
     """
     def __init__(self, *, lr: typing.SupportsFloat | typing.SupportsIndex, beta1: typing.SupportsFloat | typing.SupportsIndex, beta2: typing.SupportsFloat | typing.SupportsIndex, eps: typing.SupportsFloat | typing.SupportsIndex, weight_decay: typing.SupportsFloat | typing.SupportsIndex, decoupled_decay: bool = True, maximize: bool = False, amsgrad: bool = False, grad_scale: typing.SupportsFloat | typing.SupportsIndex = 1.0) -> None:
         ...
+    @property
+    def amsgrad(self) -> bool:
+        ...
+    @property
+    def beta1(self) -> float:
+        ...
+    @property
+    def beta2(self) -> float:
+        ...
+    @property
+    def decoupled_decay(self) -> bool:
+        ...
+    @property
+    def eps(self) -> float:
+        ...
+    @property
+    def grad_scale(self) -> float:
+        ...
+    @property
+    def lr(self) -> float:
+        ...
+    @property
+    def maximize(self) -> bool:
+        ...
+    @property
+    def weight_decay(self) -> float:
+        ...
 class UpdateStats:
     """
     By-products of one pass over gradients.

@@ -142,9 +142,7 @@ class CudaSide:
 
     def close(self) -> None:
         """Give torch's allocator its own limit back."""
-        torch.cuda.set_per_process_memory_fraction(
-            self._fraction_before, self.torch_device.index
-        )
+        torch.cuda.set_per_process_memory_fraction(self._fraction_before, self.torch_device.index)
 
 
 Side = HostSide | CudaSide
