@@ -41,6 +41,7 @@ class StepMeter:
         self.measures = [UnitMeasure() for _ in units]
         self._start: tuple[float, int] = (0.0, 0)
         self._begin_used = 0
+        self._others = 0
         self._after_forward = 0
         self._peak = 0
         self._outside_peak = 0
@@ -50,6 +51,7 @@ class StepMeter:
     def begin(self) -> None:
         self._side.reset_peak()
         self._begin_used = self._side.used()
+        self._others = self._side.others()
 
     def _take_peak(self) -> int:
         """Peak since the last call, folded into the step's."""
@@ -129,10 +131,10 @@ class StepMeter:
         return self._peak
 
     def outside_bytes(self) -> int:
-        """What no unit accounts for: inputs copied, logits, the loss and its gradient."""
+        """What no unit accounts for: inputs copied, logits, the loss and its gradient; buffers."""
         inside = sum(m.kept_bytes for m in self.measures)
         kept = max(self._after_forward - self._begin_used - inside, 0)
-        return kept + max(self._outside_peak, 0)
+        return kept + max(self._outside_peak, 0) + self._others
 
 
 def lane_rates(spans: list[tuple[Any, ...]], num_updated: int) -> dict[str, float]:

@@ -109,9 +109,8 @@ def test_only_units_the_engine_does_not_update_and_parameters_with_gradients_cha
     for p, gradient in zip([*first, *second[:2]], [*gradients(0), *gradients(1)[:2]], strict=True):
         p.grad = gradient
     before = copy.deepcopy([*first, *second])
-    states = {
-        (u, i): state_of(p, False) for u, ps in enumerate((first, second)) for i, p in enumerate(ps)
-    }
+    pairs = [(u, i) for u in range(2) for i in range(len(SHAPES))]
+    states = {(u, i): state_of(units[u].parameters[i], False) for u, i in pairs}
     group_of = {id(units[u].parameters[i]): i % 2 for u, i in pairs}
     update_on_cuda(units, lambda u: u == 0, states, [hyper(), hyper(lr=0.0)], group_of)
     changed = [not torch.equal(p, q) for p, q in zip([*first, *second], before, strict=True)]

@@ -128,9 +128,10 @@ class Engine {
     UnitState state;
     int users = 0;   // acquires without release
     int slot = -1;   // index into slots_, or -1
-    bool touched = false;  // settled since the last upload: kernels may be reading or writing it
     Event last_use;  // of a device block that is not a slot
     std::function<void()> update;
+    // Settled since the last upload: the caller's kernels may still read or write it.
+    bool touched = false;
   };
   using Lock = std::unique_lock<std::mutex>;
 
