@@ -77,7 +77,7 @@ class Config:
                 'choice); give for example gpu_mem="4GiB"'
             )
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free * 0.95)
+        return int(free * 0.95) + torch.cuda.memory_reserved(device)
 
     def host_budget(self) -> int:
         """Return cpu_mem, measured when it was left out."""

@@ -8,6 +8,8 @@ import time
 import torch
 
 from autohete import _C
+from autohete.cuda_update import update_group
+from autohete.planning import InfeasibleError, format_bytes
 
 _log = logging.getLogger("autohete")
 
@@ -24,6 +26,7 @@ class HostSide:
 
     def __init__(self, gpu_mem: int, cpu_mem: int, *, pin: bool = True) -> None:
         self.torch_device = torch.device("cpu")
+        self._gpu_mem = gpu_mem
         self.machine = _C.HostMachine(gpu_mem, cpu_mem, pin, _warn_once)
         self.handle = self.machine.handle()
 
@@ -46,6 +49,18 @@ class HostSide:
 
     def host_peak(self) -> int:
         return int(self.machine.host_peak())
+
+    def plannable(self) -> int:
+        """Return the bytes that a plan may count on."""
+        return self._gpu_mem
+
+    def others(self) -> int:
+        """Return bytes in use that are neither the engine's nor activations: none are counted."""
+        return 0
+
+    def rates(self) -> dict[str, float]:
+        """Return what is known of the device beyond what the timeline of a step shows."""
+        return {}
 
     def check_host_memory(self) -> None:
         """Nothing to do: the host device reads all of the host's memory."""
@@ -85,6 +100,7 @@ class CudaSide:
         def room() -> tuple[int, int]:  # knows nothing of self: the machine would keep it alive
             return max(gpu_mem - torch.cuda.memory_allocated(index), 0), gpu_mem
 
+        self._gpu_mem = gpu_mem
         self.machine = _C.CudaMachine(index, cpu_mem, pin, _warn_once, room)
         self.handle = self.machine.handle()
         get_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
@@ -93,6 +109,26 @@ class CudaSide:
         torch.cuda.set_per_process_memory_fraction(
             min(gpu_mem / total, self._fraction_before), index
         )
+        try:
+            self._warm_up()
+        except RuntimeError as error:
+            self.close()
+            if not isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise InfeasibleError(
+                f"gpu_mem is {format_bytes(gpu_mem)}, expected enough for what CUDA's libraries "
+                f"take before the model has anything (8 to 80 MiB, by GPU); give more ({error})"
+            ) from error
+
+    def _warm_up(self) -> None:
+        """Let cuBLAS take its workspaces, one per thread that computes, before a step is measured.
+
+        They stay for good; taken inside a layer they would count as that layer's activations.
+        """
+        x = torch.zeros(8, 8, device=self.torch_device, requires_grad=True)
+        with torch.enable_grad():
+            y = torch.nn.functional.linear(x, x, x[0])
+        y.backward(torch.zeros_like(y))
 
     def check_host_memory(self) -> None:
         """Raise RuntimeError unless the GPU can read what is kept on the host.
@@ -126,6 +162,28 @@ class CudaSide:
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
+    def plannable(self) -> int:
+        """All but a twentieth: torch's limit is on whole segments, which are never quite full."""
+        return self._gpu_mem - self._gpu_mem // 20
+
+    def others(self) -> int:
+        return self.used() - int(self.machine.device_block_bytes())
+
+    def rates(self) -> dict[str, float]:
+        """Measure the parameters per second of the update that runs on the GPU."""
+        count, repeats = min(4 << 20, self._gpu_mem // 256), 5
+        value, exp_avg, exp_avg_sq = torch.zeros(3, count, device=self.torch_device)
+        parameter = torch.nn.Parameter(value)
+        parameter.grad = torch.zeros_like(value)
+        state = {"step": torch.tensor(0.0), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        rule = _C.AdamHyper(lr=0.0, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0)
+        with torch.no_grad():
+            update_group([(parameter, state)], rule)
+            start = self.clock()
+            for _ in range(repeats):
+                update_group([(parameter, state)], rule)
+            return {"device": repeats * count / (self.clock() - start)}
+
     def host_peak(self) -> int:
         return int(self.machine.host_peak())
 
@@ -142,9 +200,7 @@ class CudaSide:
 
     def close(self) -> None:
         """Give torch's allocator its own limit back."""
-        torch.cuda.set_per_process_memory_fraction(
-            self._fraction_before, self.torch_device.index
-        )
+        torch.cuda.set_per_process_memory_fraction(self._fraction_before, self.torch_device.index)
 
 
 Side = HostSide | CudaSide

@@ -58,6 +58,7 @@ class StepMeter:
         self.measures = [UnitMeasure() for _ in units]
         self._start: tuple[float, int] = (0.0, 0)
         self._begin_used = 0
+        self._others = 0
         self._after_forward = 0
         self._peak = 0
         self._outside_peak = 0
@@ -67,6 +68,7 @@ class StepMeter:
     def begin(self) -> None:
         self._side.reset_peak()
         self._begin_used = self._side.used()
+        self._others = self._side.others()
 
     def _take_peak(self) -> int:
         """Peak since the last call, folded into the step's."""
@@ -148,9 +150,9 @@ class StepMeter:
         return self._peak
 
     def outside_kept_bytes(self) -> int:
-        """What no unit keeps and lives until backward: copied inputs, logits, the loss."""
+        """What no unit keeps and lives until backward: copied inputs, logits, the loss; buffers."""
         inside = sum(m.kept_bytes for m in self.measures)
-        return max(self._after_forward - self._begin_used - inside, 0)
+        return max(self._after_forward - self._begin_used - inside, 0) + self._others
 
     def outside_extra_bytes(self) -> int:
         """The largest extra between the last unit's forward and its backward (the loss)."""

@@ -448,7 +448,9 @@ class Run:
             (self.engine.param_bytes(i), self.engine.gradient_bytes(i), self.engine.state_bytes(i))
             for i in range(len(self.units))
         ]
-        profile = build_profile(meter, self.units, sizes, lane_rates(spans, updated))
+        profile = build_profile(
+            meter, self.units, sizes, lane_rates(spans, updated) | self.side.rates()
+        )
         profile.gradient_accumulation_steps = self.config.gradient_accumulation_steps
         profile.chunk_bytes = self.config.chunk_bytes
         self.profile = profile
@@ -457,7 +459,7 @@ class Run:
         try:
             plan = make_plan(
                 profile,
-                self.gpu_mem,
+                self.side.plannable(),
                 self.cpu_mem,
                 strategy=self.config.strategy,
                 window=self.config.window,

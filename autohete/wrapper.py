@@ -191,11 +191,11 @@ class AutoHeteWrapper(nn.Module):
         return self.module.named_buffers(*args, **kwargs)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        return self.module.named_modules(*args, **kwargs)
+        modules: Iterator[tuple[str, nn.Module]] = self.module.named_modules(*args, **kwargs)
+        return modules
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        children: Iterator[tuple[str, nn.Module]] = self.module.named_children()
-        return children
+        return self.module.named_children()
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         return self.module.parameters(recurse)

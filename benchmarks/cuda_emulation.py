@@ -144,6 +144,12 @@ def distance(ours: list[Tensor], others: list[Tensor]) -> float:
     return max((a.detach().cpu() - b.detach().cpu()).abs().max().item() for a, b in pairs)
 
 
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        raise RuntimeError("a parameter has no gradient after backward, expected one")
+    return parameter.grad
+
+
 def everything(model: nn.Module, optimizer: CPUAdamW) -> list[Tensor]:
     moments = [optimizer.state[p][k] for p in model.parameters() for k in ("exp_avg", "exp_avg_sq")]
     return [*model.parameters(), *moments]
@@ -158,17 +164,14 @@ def followed_run(steps: int, *shape: Any) -> tuple[list[Tensor], float, float]:
         backward(model, step, "cuda")
         backward(follower, step, "cpu")
         for p, q in zip(model.parameters(), follower.parameters(), strict=True):
-            assert p.grad is not None and q.grad is not None
-            seen = p.grad.cpu()
-            gradients = max(gradients, distance([seen], [q.grad]) / q.grad.abs().max().item())
+            seen, own = gradient_of(p).cpu(), gradient_of(q)
+            gradients = max(gradients, distance([seen], [own]) / own.abs().max().item())
             q.grad = seen
         for each in (optimizer, following):
             each.step()
             each.zero_grad()
         weights = max(weights, distance(list(model.parameters()), list(follower.parameters())))
-    weights = max(
-        weights, distance(everything(model, optimizer), everything(follower, following))
-    )
+    weights = max(weights, distance(everything(model, optimizer), everything(follower, following)))
     model.unwrap("cpu")
     return [t.detach() for t in everything(model.module, optimizer)], gradients, weights
 

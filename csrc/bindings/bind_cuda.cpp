@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <utility>
@@ -22,13 +23,24 @@ namespace autohete {
 #ifdef AUTOHETE_WITH_CUDA
 namespace {
 
+using Bytes = std::atomic<std::size_t>;
+
+// A block of torch's, counted while it lives.
+struct TorchMemory {
+  at::Tensor tensor;
+  std::shared_ptr<Bytes> held;
+  ~TorchMemory() { *held -= tensor.nbytes(); }
+};
+
 // Device memory from torch's caching allocator, so that torch's own statistics and limits see it.
-std::pair<void*, std::shared_ptr<void>> torch_memory(int index, std::size_t bytes) {
+std::pair<void*, std::shared_ptr<void>> torch_memory(int index, std::size_t bytes,
+                                                     const std::shared_ptr<Bytes>& held) {
   const auto options = at::TensorOptions().dtype(at::kByte).device(c10::Device(c10::kCUDA, index));
   try {
-    auto tensor =
-        std::make_shared<at::Tensor>(at::empty({static_cast<std::int64_t>(bytes)}, options));
-    return {tensor->data_ptr(), tensor};
+    at::Tensor tensor = at::empty({static_cast<std::int64_t>(bytes)}, options);
+    void* data = tensor.data_ptr();
+    *held += tensor.nbytes();
+    return {data, std::shared_ptr<TorchMemory>(new TorchMemory{std::move(tensor), held})};
   } catch (const c10::OutOfMemoryError&) {
     return {nullptr, nullptr};
   }
@@ -36,13 +48,16 @@ std::pair<void*, std::shared_ptr<void>> torch_memory(int index, std::size_t byte
 
 struct CudaMachine {
   std::shared_ptr<Budget> host_budget;
+  std::shared_ptr<Bytes> held = std::make_shared<Bytes>(0);
   DeviceHandle parts;
 
   CudaMachine(int index, std::size_t cpu_mem, bool pin, py::object warn, py::object device_room)
       : host_budget(std::make_shared<Budget>(cpu_mem)) {
     CudaStoreOptions options;
     options.index = index;
-    options.allocate_device = [index](std::size_t bytes) { return torch_memory(index, bytes); };
+    options.allocate_device = [index, held = held](std::size_t bytes) {
+      return torch_memory(index, bytes, held);
+    };
     options.host_budget = host_budget;
     options.device_room = [device_room] {
       py::gil_scoped_acquire gil;
@@ -73,6 +88,7 @@ void bind_cuda(py::module_& module) {
            [](CudaMachine& s) {
              return s.parts.device->capabilities().host_memory_readable_by_device;
            })
+      .def("device_block_bytes", [](CudaMachine& self) { return self.held->load(); })
       .def("host_used", [](CudaMachine& self) { return self.host_budget->used(); })
       .def("host_peak", [](CudaMachine& self) { return self.host_budget->peak(); });
 #else
