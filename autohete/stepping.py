@@ -86,6 +86,8 @@ class OptimizerBridge:
             # torch puts step hooks and the profiler's mark around a class's step like this.
             step = Optimizer.profile_hook_step(step)
         step._autohete_step = True  # type: ignore[attr-defined]
+        # What schedulers look for, to know that step() sets _opt_called; ours does.
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         self._original = original
         self._installed = types.MethodType(step, self.optimizer)
         self.optimizer.step = self._installed  # type: ignore[method-assign]
