@@ -25,14 +25,18 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def check_pair(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise ValueError unless the optimizer's parameters are the model's and nothing is wrapped."""
+def check_types(model: object, optimizer: object) -> None:
+    """Raise ValueError unless these are a module and an optimizer."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is {type(model).__name__}, expected a torch.nn.Module")
     if not isinstance(optimizer, Optimizer):
         raise ValueError(
             f"optimizer is {type(optimizer).__name__}, expected a torch.optim.Optimizer"
         )
+
+
+def check_pair(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise ValueError unless the optimizer's parameters are the model's and nothing is wrapped."""
     if any(isinstance(vars(m).get("forward"), HookedForward) for m in model.modules()):
         raise ValueError(
             f"model: this {type(model).__name__} is wrapped already, expected a plain module; "
