@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +24,11 @@ _ALIGNMENT = 256
 def aligned(num_bytes: int) -> int:
     """Round up to what offsets in a block are multiples of."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _pages(num_bytes: int) -> int:
+    """A host block takes whole pages, at least one."""
+    return max(-(-num_bytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
 
 
 def check_types(model: object, optimizer: object) -> None:
@@ -91,7 +97,7 @@ def check_budgets(
             grads += aligned(p.numel() * item)
             arrays = 2 + bridge.amsgrad + (item == 2) if bridge.native else 0
             state += arrays * aligned(p.numel() * 4)
-        host += params + grads + state
+        host += _pages(params) + _pages(grads) + (_pages(state) if state else 0)
         device += params if unit.is_container else 0
         largest = max(largest, 0 if unit.is_container else params)
         gradients = max(gradients, grads)
