@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,14 +26,23 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def check_pair(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise ValueError unless the optimizer's parameters are the model's and nothing is wrapped."""
+def _pages(num_bytes: int) -> int:
+    """A host block takes whole pages, at least one."""
+    return max(-(-num_bytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
+
+
+def check_types(model: object, optimizer: object) -> None:
+    """Raise ValueError unless these are a module and an optimizer."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is {type(model).__name__}, expected a torch.nn.Module")
     if not isinstance(optimizer, Optimizer):
         raise ValueError(
             f"optimizer is {type(optimizer).__name__}, expected a torch.optim.Optimizer"
         )
+
+
+def check_pair(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise ValueError unless the optimizer's parameters are the model's and nothing is wrapped."""
     if any(isinstance(vars(m).get("forward"), HookedForward) for m in model.modules()):
         raise ValueError(
             f"model: this {type(model).__name__} is wrapped already, expected a plain module; "
@@ -85,7 +95,7 @@ def check_budgets(
             grads += aligned(p.numel() * item)
             arrays = 2 + bridge.amsgrad + (item == 2) if bridge.native else 0
             state += arrays * aligned(p.numel() * 4)
-        host += params + grads + state
+        host += _pages(params) + _pages(grads) + (_pages(state) if state else 0)
         device += params if unit.is_container else 0
         largest = max(largest, 0 if unit.is_container else params)
         gradients = max(gradients, grads)

@@ -1,21 +1,26 @@
 """A unit's forward that keeps its inputs instead of its activations, and runs again in backward.
 
-It is torch's non-reentrant checkpoint, plus what that leaves open: inputs that are written to in
-place. A unit that edits its own inputs is run again from copies; when somebody else edited them,
-the recomputation raises instead of giving other gradients than plain PyTorch.
+It is torch's non-reentrant checkpoint, plus what that leaves open: what the first run wrote to. The
+second run starts from what the first one started from: inputs that the unit edits in place, objects
+such as key-value caches, buffers such as running statistics; and it leaves no second mark on them.
+When somebody else edited an input, it raises instead of giving other gradients than plain PyTorch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from autohete.units import Unit, tensors_in
+from autohete.units import Buffer, Unit, tensors_in
+
+_DEPTH = 8  # how far into nested objects; a key-value cache of encoder and decoder is 6 deep
 
 
 def recompute_later(
@@ -45,41 +50,108 @@ class _TwiceRun:
         self._forward = forward
         self._versions: list[int] | None = None
         self._copies: dict[int, Tensor] = {}
+        self._objects: dict[int, Any] = {}
+        self._buffers: dict[Buffer, Tensor] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._versions is None:
             return self._first(args, kwargs)
-        if self._copies:
-            args, kwargs = tree_map_only(Tensor, self._before, (args, kwargs))
-        elif _versions(tensors_in((args, kwargs))) != self._versions:
+        args, kwargs = tree_map(self._before, (args, kwargs))
+        if not self._copies and _versions(_inputs(args, kwargs)) != self._versions:
             raise RuntimeError(
                 f"unit {self._unit.name}: an input was edited in place after (or inside) its "
                 "forward, expected the same values for its recomputation in backward; edit a copy, "
                 "or give a plan= that keeps this unit's activations"
             )
-        return self._forward(*args, **kwargs)
+        with _buffers_from(self._buffers):
+            return self._forward(*args, **kwargs)
 
     def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        inputs = tensors_in((args, kwargs))
+        unit = self._unit
+        inputs = _inputs(args, kwargs)
+        self._objects = {
+            id(leaf): _twin(leaf, {}) for leaf in tree_leaves((args, kwargs)) if _has_state(leaf)
+        }
         before = _versions(inputs)
-        if self._unit.edits_inputs is not False:
+        if unit.edits_inputs is not False:
             self._copies = {
                 id(t): t.detach().clone().requires_grad_(t.requires_grad) for t in inputs
             }
+        written = _all_buffers(unit) if unit.written_buffers is None else unit.written_buffers
+        self._buffers = {key: key[0]._buffers[key[1]].clone() for key in written}
         out = self._forward(*args, **kwargs)
+        if unit.written_buffers is None:
+            unit.written_buffers = [
+                key for key, old in self._buffers.items()
+                if not torch.equal(old, key[0]._buffers[key[1]])
+            ]
+            self._buffers = {key: self._buffers[key] for key in unit.written_buffers}
         self._versions = _versions(inputs)
         if self._versions == before:
             self._copies = {}
-            self._unit.edits_inputs = bool(self._unit.edits_inputs)
+            unit.edits_inputs = bool(unit.edits_inputs)
         else:
-            self._unit.edits_inputs = True
+            unit.edits_inputs = True
             self._versions = before  # no copies: the second run tells
         return out
 
-    def _before(self, tensor: Tensor) -> Tensor:
-        copy = self._copies.get(id(tensor))
-        return tensor if copy is None else copy.clone()  # it will be edited again
+    def _before(self, leaf: Any) -> Any:
+        """What the leaf was before the first run; a copy, for the second writes to it too."""
+        if id(leaf) in self._objects:
+            return _twin(self._objects[id(leaf)], self._copies)
+        return _twin(leaf, self._copies) if isinstance(leaf, Tensor) else leaf
+
+
+def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    return tensors_in((args, kwargs), _DEPTH)
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:
     return [-1 if t.is_inference() else t._version for t in tensors]
+
+
+def _has_state(value: Any) -> bool:
+    """Whether it is an object (a key-value cache, say) that a forward may write to."""
+    return hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, type)) and (
+        not callable(value)
+    )
+
+
+def _twin(value: Any, copies: dict[int, Tensor], depth: int = _DEPTH) -> Any:
+    """Copy the containers and objects; a tensor in them is the same, or a clone of its copy."""
+    if isinstance(value, Tensor):
+        return copies[id(value)].clone() if id(value) in copies else value
+    if depth == 0:
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(_twin(item, copies, depth - 1) for item in value)
+    if type(value) is dict:
+        return {key: _twin(item, copies, depth - 1) for key, item in value.items()}
+    if not _has_state(value):
+        return value
+    twin = copy.copy(value)
+    vars(twin).update({key: _twin(item, copies, depth - 1) for key, item in vars(value).items()})
+    return twin
+
+
+def _all_buffers(unit: Unit) -> list[Buffer]:
+    return [
+        (module, name)
+        for root in unit.modules
+        for module in root.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+
+
+@contextmanager
+def _buffers_from(values: dict[Buffer, Tensor]) -> Iterator[None]:
+    """Run with copies of `values` in the place of the buffers, which stay as they are."""
+    present = {(module, name): module._buffers[name] for module, name in values}
+    try:
+        for (module, name), value in values.items():
+            module._buffers[name] = value.clone()
+        yield
+    finally:
+        for (module, name), buffer in present.items():
+            module._buffers[name] = buffer

@@ -10,6 +10,9 @@ from torch import nn
 
 Layers = None | str | type[nn.Module] | Sequence[nn.Module] | Callable[[nn.Module], bool]
 
+Buffer = tuple[nn.Module, str]
+"""A module and the name of its buffer."""
+
 
 @dataclass
 class Unit:
@@ -26,6 +29,8 @@ class Unit:
     """It contains other units, so its parameters stay on the device."""
     edits_inputs: bool | None = None
     """Whether its forward writes to its own inputs; None until it has run."""
+    written_buffers: list[Buffer] | None = None
+    """Buffers its forward writes to; None until it has run."""
 
     @property
     def kind(self) -> str:

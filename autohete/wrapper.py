@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autohete.config import Config
+from autohete.layout import check_types
 from autohete.planning import Plan
 from autohete.run import Run
 from autohete.run_report import RunReport, chrome_trace
@@ -74,6 +75,7 @@ class AutoHeteWrapper(nn.Module):
                 "model: this is an AutoHeteWrapper already, expected a plain module; call "
                 "unwrap() on it before wrapping again"
             )
+        check_types(model, optimizer)
         vars(self)["module"] = model
         vars(self)["optimizer"] = optimizer
         vars(self)["config"] = config

@@ -127,7 +127,9 @@ HomedTensor TorchUnit::state_array(std::size_t i, int index) const {
   at::Tensor array =
       at::empty_strided({0}, {1}, at::TensorOptions().dtype(at::kFloat).device(device));
   const std::size_t bytes = static_cast<std::size_t>(value.numel()) * sizeof(float);
-  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, device));
+  // Resizable, as torch's own: it is an ordinary storage again after leave().
+  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, device),
+                       c10::GetAllocator(device.type()), /*resizable=*/true);
   point_storage(*storage.unsafeGetStorageImpl(), state_, offset, device);
   array.set_(storage, 0, value.sizes(), value.strides());
   HomedTensor homed(array, offset);

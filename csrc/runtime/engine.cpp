@@ -342,6 +342,7 @@ void Engine::begin_iteration() {
 
 // With mutex_ held.
 void Engine::start_update(int index) {
+  if (stopping_) return;  // a copy that ended while the engine does: its lane is gone
   update_lane_->push(static_cast<std::uint64_t>(index), [this, index] { run_update(index); });
 }
 

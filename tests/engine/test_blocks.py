@@ -20,6 +20,7 @@ from autohete import AutoHeteWrapper, CPUAdamW
 from autohete._C import CopyDirection
 
 STEPS = 5
+BLOCK_0, HEAD = 2, 7  # unit indices of make_gpt()
 PLANS: dict[str, dict[str, Any]] = {
     "all+c": {"plan": partial(forced_plan, kinds="all+c")},
     "all": {"plan": partial(forced_plan, kinds="all", window=1)},
@@ -129,6 +130,38 @@ class InPlaceBlock(Block):
         return super().forward(x)
 
 
+class BatchNormBlock(Block):
+    """Buffers that the forward writes: running statistics, and a vector of power iteration."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__(width, heads, dropout)
+        self.statistics = nn.BatchNorm1d(width)
+        self.out = nn.utils.parametrizations.spectral_norm(self.out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.statistics(super().forward(x).transpose(1, 2)).transpose(1, 2)
+
+
+class CountingBlock(Block):
+    """Writes to an object it was handed, as key-value caches are."""
+
+    def forward(self, x: Tensor, cache: Any = None) -> Tensor:
+        cache.seen.append(super().forward(x))
+        return sum(cache.seen) / len(cache.seen)
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+
+def with_a_cache(model: Any, x: Tensor) -> Tensor:
+    cache = Cache()
+    for block in model.blocks:
+        x = block(x, cache=cache)
+    return x
+
+
 class WalkGPT(TinyGPT):
     """A GPT whose way through the blocks is a function."""
 
@@ -236,6 +269,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "frozen middle": frozen_middle,
     **{f"{how} outputs": partial(packed_gpt, how) for how in PACKED},
     "input edited inside": partial(gpt_that_walks, in_order, InPlaceBlock),
+    "buffers written": partial(gpt_that_walks, in_order, BatchNormBlock),
+    "with a cache": partial(gpt_that_walks, with_a_cache, CountingBlock),
     **{
         walk.__name__.replace("_", " "): partial(gpt_that_walks, walk)
         for walk in (
@@ -626,19 +661,20 @@ def test_an_input_edited_after_a_recomputed_unit_raises_instead_of_giving_other_
 def test_a_unit_in_the_users_hands_is_not_uploaded_until_they_are_done():
     """Another unit's update ends while the user edits this one."""
     model = make_gpt()
+    model.blocks[0].requires_grad_(False)  # no update of its own to wait for
     optimizer = adamw(model)
-    plan = forced_plan(model, "all+c", window=8)
+    plan = forced_plan(model, {BLOCK_0: "all", HEAD: "all"})
     trained = AutoHeteWrapper(model, optimizer, gpu_mem="16MiB", plan=plan).to("cpu")
     machine = trained.run.side.machine
+    machine.hold(CopyDirection.DEVICE_TO_HOST)
     trained(*batch(0)).backward()
-    machine.hold(CopyDirection.HOST_TO_DEVICE)
     optimizer.step()
-    weight, last = model.blocks[0].qkv.weight, model.head.weight
-    values = weight.data  # settles the unit
-    machine.release_all(CopyDirection.HOST_TO_DEVICE)
-    last.norm()  # the last update is over, and has asked for the uploads that come next
-    assert trained.run.engine.unit_state(2)[0] == "host"
+    values = model.blocks[0].qkv.weight.data  # settles the unit
+    machine.release_all(CopyDirection.DEVICE_TO_HOST)
+    model.head.weight.norm()  # its update is over, and has asked for the uploads that come next
+    assert trained.run.engine.unit_state(BLOCK_0)[0] == "host"
     values.fill_(0.25)
+    trained.eval()
     with torch.no_grad():
         edited = trained(batch(1)[0])
     trained.unwrap()

@@ -62,7 +62,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def loop(model: Any, optimizer: Any, step: int) -> float:
-    tokens, _ = batch(step)
+    tokens = batch(step)[0].contiguous()
     loss = model(input_ids=tokens, labels=tokens).loss
     loss.backward()
     optimizer.step()

@@ -1,0 +1,246 @@
+"""Leaving: unwrap(), garbage collection, the end of the interpreter, interrupts, forks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import weakref
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from models import batch, make_gpt
+from oracle import Result, adamw, assert_bit_equal, forced_plan, plain_loop, train
+from torch import nn
+
+from autohete import AutoHeteWrapper
+from autohete.guard import Guard
+from autohete.hooks import HookedForward
+
+TESTS = Path(__file__).parents[1]
+
+
+def wrap(model, optimizer, kind="all+c"):
+    plan = forced_plan(model, kind) if kind else None
+    keywords = {"gpu_mem": "16MiB", "cpu_mem": "64MiB", "profile_path": None}
+    return AutoHeteWrapper(model, optimizer, plan=plan, **keywords).to("cpu")
+
+
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.parametrize("kind", ["all+c", "state", "device", None])
+def test_an_unwrapped_pair_goes_on_to_the_bits_of_plain_training(kind):
+    expected = train(wrap=None, steps=6)
+    model = make_gpt()
+    optimizer = adamw(model)
+    trained = wrap(model, optimizer, kind)
+    torch.manual_seed(7)
+    losses = [plain_loop(trained, optimizer, step) for step in range(3)]
+    assert trained.unwrap() is model
+    losses += [plain_loop(model, optimizer, step) for step in range(3, 6)]
+    assert_bit_equal(Result(losses, model, optimizer), expected)
+
+
+def test_wrapping_and_unwrapping_between_all_steps_changes_no_bit():
+    expected = train(wrap=None, steps=6)
+    model = make_gpt()
+    optimizer = adamw(model)
+    torch.manual_seed(7)
+    losses = []
+    for step, kind in enumerate(["all+c", None, "state", "device", "all", "state+c"]):
+        trained = wrap(model, optimizer, kind)
+        losses.append(plain_loop(trained, optimizer, step))
+        trained.unwrap()
+    assert_bit_equal(Result(losses, model, optimizer), expected)
+
+
+def test_unwrapping_between_backward_and_step_keeps_the_gradients():
+    expected = train(wrap=None, steps=2)
+    model = make_gpt()
+    optimizer = adamw(model)
+    trained = wrap(model, optimizer)
+    torch.manual_seed(7)
+    losses = [plain_loop(trained, optimizer, 0)]
+    loss = trained(*batch(1))
+    loss.backward()
+    trained.unwrap()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert_bit_equal(Result([*losses, loss.item()], model, optimizer), expected)
+
+
+def test_unwrap_leaves_no_hook_thread_guard_or_block():
+    wrapped_once = train(wrap={}, steps=1)  # torch and oneTBB start pools of their own once
+    gc.collect()
+    before = num_threads()
+    model = make_gpt()
+    optimizer = adamw(model)
+    trained = wrap(model, optimizer)
+    for step in range(2):
+        plain_loop(trained, optimizer, step)
+    assert num_threads() > before
+    run = weakref.ref(trained.run)
+    machine = trained.run.side.machine
+    trained.unwrap()
+    gc.collect()
+    assert run() is None
+    assert machine.device_used() == 0 and machine.host_used() == 0
+    del machine
+    assert num_threads() == before
+    assert "step" not in vars(optimizer)
+    for module in model.modules():
+        assert not isinstance(vars(module).get("forward"), HookedForward)
+    for p in model.parameters():
+        state = optimizer.state[p]
+        for tensor in (p, state["exp_avg"], state["exp_avg_sq"]):
+            assert not isinstance(tensor, Guard) and tensor.untyped_storage().resizable()
+    del wrapped_once
+
+
+def test_twenty_rounds_of_wrapping_keep_memory_flat():
+    model = make_gpt(layers=4, width=128)
+    optimizer = adamw(model)
+    process = psutil.Process()
+    sizes = []
+    for round_number in range(20):
+        trained = wrap(model, optimizer)
+        plain_loop(trained, optimizer, round_number)
+        trained.unwrap()
+        del trained
+        gc.collect()
+        sizes.append(process.memory_info().rss)
+    state_bytes = 16 * sum(p.numel() for p in model.parameters())
+    assert sizes[-1] - sizes[4] < state_bytes, "less than one wrapped model's worth in 15 rounds"
+
+
+def test_a_wrapped_model_that_is_garbage_leaves_no_thread():
+    train(wrap={}, steps=1)
+    gc.collect()
+    before = num_threads()
+    model = make_gpt()
+    optimizer = adamw(model)
+    trained = wrap(model, optimizer)
+    plain_loop(trained, optimizer, 0)
+    run = weakref.ref(trained.run)
+    del trained, model, optimizer
+    gc.collect()
+    assert run() is None
+    assert num_threads() == before
+
+
+def test_a_forward_wrapped_by_others_after_us_still_works_after_unwrap():
+    model = make_gpt()
+    trained = wrap(model, adamw(model))
+    block = model.blocks[0]
+    inner = block.forward
+    block.forward = lambda x: inner(x) * 1.0
+    trained.unwrap()
+    model(*batch(0)).backward()
+    assert all(p.grad is not None for p in block.parameters())
+
+
+def script(body: str, *, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    """Run `body` in a process of its own, after a step with updates and copies in flight."""
+    prelude = """
+        import os, signal, sys, threading, time
+        import torch
+        from models import batch, make_gpt
+        from oracle import adamw, forced_plan, plain_loop
+        from autohete import AutoHeteWrapper
+        from autohete._C import CopyDirection
+        torch.set_num_threads(2)
+        model = make_gpt()
+        optimizer = adamw(model)
+        trained = AutoHeteWrapper(
+            model, optimizer, gpu_mem="16MiB", cpu_mem="64MiB", plan=forced_plan(model, {5: "all"})
+        ).to("cpu")
+        machine = trained.run.side.machine
+        plain_loop(trained, optimizer, 0)
+    """
+    text = textwrap.dedent(prelude) + textwrap.dedent(body)
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=timeout,
+        env={**os.environ, "PYTHONPATH": path}, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_the_interpreter_ends_with_updates_in_flight(held):
+    """With copies that nobody will let go, too."""
+    hold = "machine.hold(CopyDirection.DEVICE_TO_HOST)" if held else ""
+    done = script(f"""
+        {hold}
+        plain_loop(trained, optimizer, 1)
+        print("over", flush=True)
+    """, timeout=40)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "over" in done.stdout and "Error" not in done.stderr
+
+
+def test_an_interrupt_ends_a_wait_for_a_copy():
+    done = script("""
+        machine.hold(CopyDirection.DEVICE_TO_HOST)
+        plain_loop(trained, optimizer, 1)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            model.blocks[3].qkv.weight.norm()
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+        machine.release_all(CopyDirection.DEVICE_TO_HOST)
+        plain_loop(trained, optimizer, 2)
+        trained.unwrap()
+        print("went on", flush=True)
+    """)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:2] == ["interrupted", "went on"]
+
+
+def test_a_data_loader_forks_while_updates_are_in_flight():
+    done = script("""
+        from torch.utils.data import DataLoader, Dataset
+
+        class Data(Dataset):
+            def __len__(self):
+                return 6
+            def __getitem__(self, index):
+                tokens, targets = batch(index, rows=1)
+                return tokens[0], targets[0]
+
+        seen = 0
+        for epoch in range(3):
+            loader = DataLoader(Data(), batch_size=2, num_workers=2, multiprocessing_context="fork")
+            for tokens, targets in loader:
+                trained(tokens, targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seen += 1
+        trained.unwrap()
+        print("steps", seen, flush=True)
+    """)
+    assert done.returncode == 0, done.stderr
+    assert "steps 9" in done.stdout
+
+
+def test_a_forked_child_can_read_and_leave():
+    done = script("""
+        trained.synchronize()
+        child = os.fork()
+        if child == 0:
+            same = all(torch.isfinite(p).all() for p in model.parameters())
+            os._exit(0 if same else 3)
+        status = os.waitpid(child, 0)[1]
+        plain_loop(trained, optimizer, 1)
+        trained.unwrap()
+        print("child", os.waitstatus_to_exitcode(status), flush=True)
+    """)
+    assert done.returncode == 0, done.stderr
+    assert "child 0" in done.stdout
