@@ -59,19 +59,19 @@ class Machine:
 _PCIE = {
     # One direction and, for 4, both at once: nvbandwidth's README and its issues 11 and 53 [R];
     # 3: about 12 GB/s on a V100 [R]; 5: 55 GB/s by copy engine [M].
-    3: dict(h2d_bytes_per_second=12e9, d2h_bytes_per_second=12e9),
-    4: dict(
-        h2d_bytes_per_second=25.5e9,
-        d2h_bytes_per_second=25.5e9,
-        h2d_share_during_d2h=0.6,
-        d2h_share_during_h2d=0.95,
-    ),
-    5: dict(
-        h2d_bytes_per_second=55e9,
-        d2h_bytes_per_second=55e9,
-        h2d_share_during_d2h=0.8,
-        d2h_share_during_h2d=0.95,
-    ),
+    3: {"h2d_bytes_per_second": 12e9, "d2h_bytes_per_second": 12e9},
+    4: {
+        "h2d_bytes_per_second": 25.5e9,
+        "d2h_bytes_per_second": 25.5e9,
+        "h2d_share_during_d2h": 0.6,
+        "d2h_share_during_h2d": 0.95,
+    },
+    5: {
+        "h2d_bytes_per_second": 55e9,
+        "d2h_bytes_per_second": 55e9,
+        "h2d_share_during_d2h": 0.8,
+        "d2h_share_during_h2d": 0.95,
+    },
 }
 
 

@@ -157,7 +157,7 @@ def _fake_model(model: Any, dtype: torch.dtype) -> nn.Module:
         raise RuntimeError(
             "planning from a configuration needs transformers; pip install transformers"
         ) from error
-    built: nn.Module = AutoModelForCausalLM.from_config(model)
+    built: Any = AutoModelForCausalLM.from_config(model)
     built.config.use_cache = False
     return _fake_copy(built, dtype).train()
 
