@@ -304,8 +304,9 @@ def _unit_on(
 
 def _reached_flops(unit: UnitDescription, description: ModelDescription, machine: Machine) -> float:
     """Between the narrow and the wide rate, by the width of the unit's input."""
-    item = 4 if description.precision == "fp32" else 2
-    width = unit.checkpoint_bytes / (description.tokens * item)
+    item = 4 if description.precision in ("fp32", "autocast") else 2
+    inputs = unit.checkpoint_bytes - unit.half_copy_bytes
+    width = inputs / (description.tokens * item)
     share = min(1.0, max(0.0, (width - 2560) / (4096 - 2560)))
     reached = machine.narrow_flops + share * (machine.wide_flops - machine.narrow_flops)
     # Without half precision tensor cores run at half the rate (tf32) [I].
