@@ -79,5 +79,10 @@ def __getattr__(name: str) -> Any:
     return getattr(module, name)
 
 
-Plan.__str__ = format_plan
-Plan.__repr__ = lambda plan: f"<Plan of {len(plan.units)} units, strategy {plan.strategy}>"
+def _describe_plan(plan: Plan) -> str:
+    return f"<Plan of {len(plan.units)} units, strategy {plan.strategy}>"
+
+
+# setattr: a native class, whose methods a type checker takes as fixed.
+setattr(Plan, "__str__", format_plan)  # noqa: B010
+setattr(Plan, "__repr__", _describe_plan)  # noqa: B010

@@ -59,19 +59,19 @@ class Machine:
 _PCIE = {
     # One direction and, for 4, both at once: nvbandwidth's README and its issues 11 and 53 [R];
     # 3: about 12 GB/s on a V100 [R]; 5: 55 GB/s by copy engine [M].
-    3: dict(h2d_bytes_per_second=12e9, d2h_bytes_per_second=12e9),
-    4: dict(
-        h2d_bytes_per_second=25.5e9,
-        d2h_bytes_per_second=25.5e9,
-        h2d_share_during_d2h=0.6,
-        d2h_share_during_h2d=0.95,
-    ),
-    5: dict(
-        h2d_bytes_per_second=55e9,
-        d2h_bytes_per_second=55e9,
-        h2d_share_during_d2h=0.8,
-        d2h_share_during_h2d=0.95,
-    ),
+    3: {"h2d_bytes_per_second": 12e9, "d2h_bytes_per_second": 12e9},
+    4: {
+        "h2d_bytes_per_second": 25.5e9,
+        "d2h_bytes_per_second": 25.5e9,
+        "h2d_share_during_d2h": 0.6,
+        "d2h_share_during_h2d": 0.95,
+    },
+    5: {
+        "h2d_bytes_per_second": 55e9,
+        "d2h_bytes_per_second": 55e9,
+        "h2d_share_during_d2h": 0.8,
+        "d2h_share_during_h2d": 0.95,
+    },
 }
 
 
@@ -304,8 +304,9 @@ def _unit_on(
 
 def _reached_flops(unit: UnitDescription, description: ModelDescription, machine: Machine) -> float:
     """Between the narrow and the wide rate, by the width of the unit's input."""
-    item = 4 if description.precision == "fp32" else 2
-    width = unit.checkpoint_bytes / (description.tokens * item)
+    item = 4 if description.precision in ("fp32", "autocast") else 2
+    inputs = unit.checkpoint_bytes - unit.half_copy_bytes
+    width = inputs / (description.tokens * item)
     share = min(1.0, max(0.0, (width - 2560) / (4096 - 2560)))
     reached = machine.narrow_flops + share * (machine.wide_flops - machine.narrow_flops)
     # Without half precision tensor cores run at half the rate (tf32) [I].

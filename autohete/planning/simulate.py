@@ -9,7 +9,8 @@ from pathlib import Path
 from autohete import _C
 from autohete.planning.profile_file import write_atomically
 
-ABLATIONS = ("fifo", "barrier")
+ABLATIONS = ("fifo", "barrier", "aggregation")
+_SINGLE_COPY_BYTES = 512 << 10  # without aggregation: a third of the bandwidth goes to latency
 _LANE_NAMES = {
     _C.SimulatedLane.COMPUTE: "device compute",
     _C.SimulatedLane.H2D: "host to device",
@@ -31,7 +32,8 @@ def simulate(
     Args:
         gated: updates wait for the end of the whole backward; None for the strategy's own way.
         without: what to leave out, of `ABLATIONS`: "fifo" gives up the priorities, "barrier" lets
-            no forward start before all updates have ended.
+            no forward start before all updates have ended, "aggregation" copies in pieces of
+            512 KiB, each with the link's latency, instead of a unit's bytes in large chunks.
         keep_spans: record every span (see write_trace()).
     """
     unknown = set(without) - set(ABLATIONS)
@@ -42,6 +44,9 @@ def simulate(
         policy.gated = gated
     policy.priority_order = policy.priority_order and "fifo" not in without
     policy.iteration_barrier = policy.iteration_barrier or "barrier" in without
+    if "aggregation" in without:
+        profile = _C.Profile(profile)
+        profile.chunk_bytes = min(profile.chunk_bytes, _SINGLE_COPY_BYTES)
     return _C.simulate(profile, plan, policy, keep_spans)
 
 

@@ -97,7 +97,10 @@ def _patrickstar(profile: _C.Profile, fits: Callable[[Units], bool]) -> Iterator
         yield _smallest(
             2 * count,  # first the optimizer chunks leave one by one, then the parameters
             lambda k: _place(
-                profile, state=min(k, count), parameters=max(0, k - count), recompute=recompute
+                profile,
+                state=min(k, count),
+                parameters=max(0, k - count),
+                recompute=recompute,  # noqa: B023  (called within this turn of the loop)
             ),
             fits,
         )

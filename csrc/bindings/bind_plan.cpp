@@ -207,6 +207,7 @@ void bind_simulator(py::module_& module) {
       .def_readonly("step_seconds", &Simulation::step_seconds)
       .def_readonly("first_step_seconds", &Simulation::first_step_seconds)
       .def_readonly("compute_seconds", &Simulation::compute_seconds)
+      .def_readonly("gap_seconds", &Simulation::gap_seconds)
       .def_readonly("spans", &Simulation::spans);
   module.def("simulate", &simulate, py::call_guard<py::gil_scoped_release>(), py::arg("profile"),
              py::arg("plan"), py::arg("policy") = SimulationPolicy{},

@@ -5,6 +5,7 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <set>
 #include <utility>
 
@@ -136,6 +137,7 @@ class Simulator {
     const UnitState& unit = units_[visited_unit()];
     switch (action()) {
       case Action::kForward:
+        if (visit_ == 0 && repeat_ == 0 && step_ > 0) gaps_.push_back(now_ - step_ended_);
         begin(compute(), visited_unit(), "forward", unit.seconds.forward);
         break;
       case Action::kBackward:
@@ -193,6 +195,7 @@ class Simulator {
     if (last_repeat()) {
       repeat_ = 0;
       ++step_;
+      step_ended_ = now_;
     } else {
       ++repeat_;
     }
@@ -432,6 +435,11 @@ class Simulator {
     if (lane == 1 && !unit.host_parameters) uploads_.insert({key(was.unit), was.unit});
   }
 
+  static double mean_of_second_half(const std::vector<double>& values) {
+    const auto half = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+    return std::accumulate(half, values.end(), 0.0) / static_cast<double>(values.end() - half);
+  }
+
   Simulation result() {
     Simulation out;
     const std::size_t steps = backward_ends_.size(), half = steps / 2;
@@ -442,6 +450,7 @@ class Simulator {
       out.compute_seconds += repeats_ * (unit.seconds.forward + unit.backward);
       if (!unit.host_state) out.compute_seconds += unit.seconds.device_update;
     }
+    out.gap_seconds = mean_of_second_half(gaps_);
     out.spans = std::move(spans_);
     return out;
   }
@@ -462,7 +471,8 @@ class Simulator {
   int slots_taken_ = 0;
   long long arrivals_ = 0;
   Queue downloads_, arrived_, uploads_;
-  std::vector<double> backward_ends_;
+  std::vector<double> backward_ends_, gaps_;
+  double step_ended_ = 0;
   std::vector<SimulatedSpan> spans_;
 };
 

@@ -126,3 +126,43 @@ def test_simulate_without_a_plan_says_what_to_give(tmp_path: Path) -> None:
     done = autohete("simulate", str(file))
     assert done.returncode == 2
     assert "--gpu-mem" in done.stderr
+
+
+def test_simulate_compares_every_strategy_and_ablation(tmp_path: Path) -> None:
+    from autohete.planning import plan_for, save_profile
+
+    file = tmp_path / "autohete_profile.json"
+    save_profile(file, plan_for("gpt2", "a100-40", 1, 512, suggest=False).profile)
+    done = autohete("simulate", str(file), "--gpu-mem", "1GiB", "--compare", "--json")
+    assert done.returncode == 0, done.stderr
+    names = [result["strategy"] for result in json.loads(done.stdout)]
+    assert names[:2] == ["autohete", "zero_offload"]
+    assert names[-3:] == ["without fifo", "without barrier", "without aggregation"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("simulate", "--table paper"),
+        ("simulate {file} --compare", "--gpu-mem"),
+        ("plan --gpu a100-40", "give one model"),
+        ("plan gpt2 --model gpt2 --gpu a100-40", "give one model"),
+        ("plan gpt2 --gpu a100-40 --plot x.png", "--sweep"),
+    ],
+)
+def test_a_command_line_that_lacks_something_names_it(
+    tmp_path: Path, arguments: str, reason: str
+) -> None:
+    file = tmp_path / "autohete_profile.json"
+    file.write_text("{}")
+    result = CliRunner().invoke(group, arguments.format(file=file).split())
+    assert result.exit_code == 2
+    assert reason in result.output
+
+
+def test_plan_sweeps_memory_as_json() -> None:
+    done = autohete(*"plan --model gpt2 --gpu a100-40 --gpu-mem 3GB --sweep gpu_mem --json".split())
+    assert done.returncode == 0, done.stderr
+    points = json.loads(done.stdout)
+    assert points[-1]["value"] == 3_000_000_000
+    assert all(point["device_peak_bytes"] <= point["value"] for point in points)

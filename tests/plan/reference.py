@@ -22,12 +22,12 @@ def make_unit(name: str, kind: str, **fields: object) -> _C.UnitProfile:
 def make_profile(units: list[_C.UnitProfile], **fields: object) -> _C.Profile:
     """A profile with rates of 1 unless given: seconds are then bytes or parameters."""
     profile, hardware = _C.Profile(), _C.HardwareProfile()
-    rates = dict(
-        h2d_bytes_per_second=1.0,
-        d2h_bytes_per_second=1.0,
-        cpu_params_per_second=1.0,
-        device_params_per_second=1e15,
-    )
+    rates = {
+        "h2d_bytes_per_second": 1.0,
+        "d2h_bytes_per_second": 1.0,
+        "cpu_params_per_second": 1.0,
+        "device_params_per_second": 1e15,
+    }
     profile.chunk_bytes = 1 << 40
     for field, value in {**rates, **fields}.items():
         setattr(hardware if hasattr(hardware, field) else profile, field, value)

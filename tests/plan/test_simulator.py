@@ -59,9 +59,13 @@ def exactly(value: float) -> object:
 
 
 def trained(n: int, **fields: object) -> list[_C.UnitProfile]:
-    values = dict(
-        num_parameters=1, param_bytes=1, grad_bytes=1, forward_seconds=1.0, backward_seconds=2.0
-    )
+    values = {
+        "num_parameters": 1,
+        "param_bytes": 1,
+        "grad_bytes": 1,
+        "forward_seconds": 1.0,
+        "backward_seconds": 2.0,
+    }
     return layers(n, **{**values, **fields})
 
 

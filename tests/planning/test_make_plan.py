@@ -124,7 +124,7 @@ def test_no_strategy_is_faster_than_autohete_in_its_own_budget(strategy: str) ->
     try:
         other = planning.make_plan(profile, budget, strategy=strategy)
     except planning.InfeasibleError as error:
-        assert error.smallest_gpu_mem > budget
+        assert error.smallest_gpu_mem > budget  # noqa: PT017
         return
     assert other.device_peak_bytes <= budget
     assert best.step_seconds <= other.step_seconds * (1 + 1e-9)
@@ -199,16 +199,16 @@ def test_no_field_whatever_ends_the_interpreter(seed: int) -> None:
 
 def test_glpk_refuses_malformed_problems_instead_of_aborting() -> None:
     glpk = load_glpk()
-    good = dict(
-        cost=[1.0],
-        upper=[1.0],
-        is_integer=[True],
-        row_starts=[0, 1],
-        columns=[0],
-        values=[1.0],
-        row_lower=[0.5],
-        seconds=1.0,
-    )
+    good = {
+        "cost": [1.0],
+        "upper": [1.0],
+        "is_integer": [True],
+        "row_starts": [0, 1],
+        "columns": [0],
+        "values": [1.0],
+        "row_lower": [0.5],
+        "seconds": 1.0,
+    }
     assert glpk.solve(**good) == ("optimal", [1.0])
     for bad in (
         {"columns": [1]},
@@ -242,15 +242,15 @@ def hard_problem() -> dict[str, object]:
             values += [*(float(sign * w) for w in row), 1.0]
             starts.append(len(indices))
             lower.append(sign * float(sum(row) // 2))
-    return dict(
-        cost=[0.0] * columns + [1.0] * rows,
-        upper=[1.0] * columns + [1e30] * rows,
-        is_integer=[True] * columns + [False] * rows,
-        row_starts=starts,
-        columns=indices,
-        values=values,
-        row_lower=lower,
-    )
+    return {
+        "cost": [0.0] * columns + [1.0] * rows,
+        "upper": [1.0] * columns + [1e30] * rows,
+        "is_integer": [True] * columns + [False] * rows,
+        "row_starts": starts,
+        "columns": indices,
+        "values": values,
+        "row_lower": lower,
+    }
 
 
 def test_a_time_limit_ends_a_solve_with_what_was_found() -> None:

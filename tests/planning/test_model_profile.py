@@ -61,6 +61,30 @@ def test_half_precision_halves_activations_and_adds_masters() -> None:
     )
 
 
+def test_autocast_keeps_fp32_parameters_and_a_half_copy_until_backward() -> None:
+    layer = describe_model(Net(), B, S, "autocast").units[2]  # its input comes in half precision
+    parameters, tokens = 8 * H * H + 5 * H, B * S
+    assert layer.param_bytes == layer.grad_bytes == layer.master_bytes == 4 * parameters
+    assert layer.state_bytes == 8 * parameters
+    assert layer.half_copy_bytes == 2 * parameters
+    assert layer.activation_bytes == 2 * tokens * (H + 4 * H) + 2 * parameters
+    assert layer.checkpoint_bytes == 2 * tokens * H + 2 * parameters
+
+
+def test_under_autocast_links_carry_four_bytes_and_layers_run_at_the_half_rate() -> None:
+    half, autocast = (profile_model(Net(), B, S, p) for p in ("bf16", "autocast"))
+    for a, b in zip(half.units[1:], autocast.units[1:], strict=True):
+        assert b.param_bytes == 2 * a.param_bytes
+        assert b.grad_bytes == 2 * a.grad_bytes
+    config = GPT2Config(n_layer=1, n_embd=2560, n_head=20, vocab_size=128, n_positions=512)
+    seconds = {
+        p: profile_model(config, 8, 512, p).units[2].forward_seconds
+        for p in ("fp32", "bf16", "autocast")
+    }
+    assert seconds["autocast"] == pytest.approx(seconds["bf16"], rel=0.05)
+    assert seconds["fp32"] > 1.8 * seconds["autocast"]
+
+
 def test_a_frozen_layer_has_no_gradients_nor_state() -> None:
     net = Net()
     net.layers[1].requires_grad_(False)

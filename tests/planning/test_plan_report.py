@@ -34,7 +34,10 @@ def test_the_report_says_memory_speed_reasons_and_help() -> None:
     ):
         assert part in text
     assert report.help, "a CPU-bound plan must say that a faster CPU helps"
-    assert all(seconds < report.plan.step_seconds for seconds in report.help.values())
+    assert all(rate > report.tokens_per_second for rate in report.help.values())
+    assert report.help["batch 8"] == pytest.approx(
+        plan_for("7b", "a100-40", 8, 1024, suggest=False).tokens_per_second
+    )
 
 
 def test_json_carries_the_same_figures() -> None:
@@ -62,7 +65,7 @@ def test_a_config_json_is_planned(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["{}", "[1]", "{", '"x"'])
 def test_a_foreign_json_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match="no Hugging Face config.json"):
+    with pytest.raises(ValueError, match=r"no Hugging Face config\.json"):
         plan_for(str(tmp_path / "config.json"), "h100", 2, 16)
 
 
@@ -75,4 +78,13 @@ def test_unknown_names_list_the_known() -> None:
 
 def test_what_does_not_fit_says_what_would() -> None:
     with pytest.raises(InfeasibleError, match="smallest gpu_mem"):
+        plan_for("7b", "a100-40", 1, 1024, gpu_mem="1GB")
+
+
+def test_what_does_not_fit_names_a_batch_that_does() -> None:
+    with pytest.raises(InfeasibleError, match=r"batch 2 fits\)") as error:
+        plan_for("gpt2", "a100-40", 8, 1024, gpu_mem="2GB")
+    assert error.value.smallest_gpu_mem > 2e9
+    plan_for("gpt2", "a100-40", 2, 1024, gpu_mem="2GB", suggest=False)
+    with pytest.raises(InfeasibleError, match="not even batch 1"):
         plan_for("7b", "a100-40", 1, 1024, gpu_mem="1GB")

@@ -104,7 +104,7 @@ def test_damage_is_named(
 def test_foreign_files_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "autohete_profile.json"
     path.write_text(text, encoding="latin-1")
-    with pytest.raises(ValueError, match="autohete_profile.json"):
+    with pytest.raises(ValueError, match=r"autohete_profile\.json"):
         planning.load_profile(path)
 
 

@@ -37,7 +37,7 @@ def test_what_is_no_size_is_refused_with_its_name(text: str) -> None:
 
 
 def test_an_unknown_unit_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="unknown unit 'G'.*GiB"):
+    with pytest.raises(ValueError, match=r"unknown unit 'G'.*GiB"):
         parse_bytes("40G", "gpu_mem")
 
 
