@@ -29,10 +29,10 @@ demo: build
 	$(VENV)/bin/autohete demo $(ARGS)
 
 test: build $(STAMPS)/test
-	$(PY) -m pytest -m "not slow and not gpu" $(ARGS)
+	$(PY) -m pytest -n auto -m "not slow and not gpu" $(ARGS)
 
 test-slow: build $(STAMPS)/test
-	$(PY) -m pytest -m "slow and not gpu" $(ARGS)
+	$(PY) -m pytest -n auto -m "slow and not gpu" $(ARGS)
 
 lint: build $(STAMPS)/test $(STAMPS)/dev
 	$(PY) -m ruff check .

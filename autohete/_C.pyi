@@ -609,6 +609,9 @@ class Simulation:
     def first_step_seconds(self) -> float:
         ...
     @property
+    def gap_seconds(self) -> float:
+        ...
+    @property
     def spans(self) -> list[SimulatedSpan]:
         ...
     @property

@@ -55,7 +55,9 @@ class Config:
                 f"precision is {self.precision!r}, expected one of {', '.join(PRECISIONS)}"
             )
         if not isinstance(self.plan, (Plan, str, Path, type(None))):
-            raise ValueError(f"plan is {self.plan!r}, expected a Plan or the path of a profile file")
+            raise ValueError(
+                f"plan is {self.plan!r}, expected a Plan or the path of a profile file"
+            )
         for name, low in (("gradient_accumulation_steps", 1), ("window", 1), ("chunk_bytes", 4096)):
             value = getattr(self, name)
             if not isinstance(value, int) or value < low:

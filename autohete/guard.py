@@ -113,7 +113,7 @@ class UnitGuard:
                 if gradient is not None and type(gradient) is torch.Tensor:
                     gradient.__class__ = self._gradient
 
-    def take_off(self, parameters: list[nn.Parameter], moments: list[torch.Tensor] = []) -> None:
+    def take_off(self, parameters: list[nn.Parameter], moments: list[torch.Tensor]) -> None:
         """Make them instances of their own classes again."""
         for parameter in parameters:
             if type(parameter) is self._parameter:

@@ -106,9 +106,7 @@ class StepMeter:
         now = self._side.used()
         measure.recompute_seconds += seconds
         measure.recomputed_bytes += max(now - used_before, 0)
-        measure.recompute_extra_bytes = max(
-            measure.recompute_extra_bytes, self._take_peak() - now
-        )
+        measure.recompute_extra_bytes = max(measure.recompute_extra_bytes, self._take_peak() - now)
 
     def backward_ends(self, unit: int) -> None:
         if self._open_backward != unit:

@@ -292,7 +292,7 @@ class Run:
     def end_forward(self) -> None:
         if not torch.is_grad_enabled():
             self.side.charge_activations(False)
-        elif (meter := self._measuring()):
+        elif meter := self._measuring():
             meter.forward_over()
 
     def _measuring(self) -> StepMeter | None:
@@ -318,7 +318,7 @@ class Run:
         self._users[index] += 1
         if self._users[index] == 1:
             self._committed[index] = False
-            self._guards[index].take_off(self.units[index].parameters)
+            self._guards[index].take_off(self.units[index].parameters, [])
 
     def _release(self, index: int) -> None:
         if self._users[index] == 0:
@@ -342,14 +342,14 @@ class Run:
         self._open_calls.append(call)
         if self.is_managed(call.unit):
             self._acquire(call.unit, _C.Direction.BACKWARD)
-        if (meter := self._measuring()):
+        if meter := self._measuring():
             meter.backward_begins(call.unit)
 
     def leave_backward(self, call: UnitCall) -> None:
         if call not in self._open_calls:
             return
         self._open_calls.remove(call)
-        if (meter := self._measuring()):
+        if meter := self._measuring():
             meter.backward_ends(call.unit)
         if self.is_managed(call.unit):
             self._release(call.unit)
@@ -363,7 +363,7 @@ class Run:
         for call in self._open_calls:
             call.is_open = False
         self._open_calls.clear()
-        if (meter := self._measuring()):
+        if meter := self._measuring():
             meter.backward_over()
         self.engine.finish_backward()
         self.side.charge_activations(False)

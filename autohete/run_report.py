@@ -16,7 +16,7 @@ LANES = ("compute", "H2D", "D2H", "CPU")
 
 @dataclass(frozen=True)
 class RunReport:
-    """Figures of the run so far. Bytes and seconds; None where nothing was predicted or measured."""
+    """Figures of the run so far, bytes and seconds; None where nothing is known."""
 
     num_steps: int
     strategy: str | None

@@ -91,7 +91,7 @@ class AutoHeteWrapper(nn.Module):
         have = self.run.side.torch_device
         if device.type != have.type or (device.index not in (None, have.index)):
             raise ValueError(
-                f"AutoHeteWrapper.to: device is {device}, expected {have}, where it trains already; "
+                f"AutoHeteWrapper.to: device is {device}, expected {have}, where it trains now; "
                 "unwrap() before moving"
             )
 
@@ -159,7 +159,7 @@ class AutoHeteWrapper(nn.Module):
         return RunReport.of(self._the_run("report"))
 
     def trace(self, path: str | Path | None = None) -> None:
-        """Record every lane's work from now on; with `path`, write it as a Chrome trace and stop."""
+        """Record every lane's work from now on; with `path`, write a Chrome trace and stop."""
         run = self._the_run("trace")
         if path is None:
             run.engine.record_timeline(True)

@@ -91,11 +91,16 @@ def main(rounds: int, layers: int, width: int, tokens: int) -> None:
     for name, times in seconds.items():
         paired = median(a / b for a, b in zip(times, base, strict=True))
         table.add_row(
-            name, f"{1e3 * median(times):.1f}", f"{median(times) / median(base):.3f}",
+            name,
+            f"{1e3 * median(times):.1f}",
+            f"{median(times) / median(base):.3f}",
             f"{paired:.3f}",
         )
     Console().print(table)
-    print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, torch {torch.__version__}")
+    print(
+        f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, "
+        f"torch {torch.__version__}"
+    )
 
 
 if __name__ == "__main__":

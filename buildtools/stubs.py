@@ -26,8 +26,11 @@ def generate() -> str:
         )
         text = (Path(folder) / "autohete" / "_C.pyi").read_text()
     # Written without type arguments by the generator; mypy's strict mode wants them.
-    for name, full in (("list", "list[typing.Any]"), ("dict", "dict[str, typing.Any]"),
-                       ("tuple", "tuple[typing.Any, ...]")):
+    for name, full in (
+        ("list", "list[typing.Any]"),
+        ("dict", "dict[str, typing.Any]"),
+        ("tuple", "tuple[typing.Any, ...]"),
+    ):
         text = text.replace(f"-> {name}:", f"-> {full}:")
         text = text.replace(f": {name} = ", f": {full} = ").replace(f": {name},", f": {full},")
         text = text.replace(f": {name})", f": {full})")

@@ -25,7 +25,7 @@ class Result:
 
 
 def unit_plan(kind: str) -> UnitPlan:
-    """ "device", "state" (optimizer state on the host) or "all" (parameters too); "+c" recomputes."""
+    """Kinds: "device", "state" (state on the host), "all" (parameters too); "+c" recomputes."""
     plan = UnitPlan()
     name, _, recompute = kind.partition("+")
     plan.parameters = Tier.HOST if name == "all" else Tier.DEVICE

@@ -39,7 +39,7 @@ class UnitNote:
     """Bytes of parameters cast by autocast, which keeps them until their backward."""
 
 
-class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StepRecorder(TorchDispatchMode):
     """Runs the step and books every operation on the unit that runs."""
 
     def __init__(self, model: nn.Module, units: list[Unit]) -> None:
@@ -76,7 +76,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 loss = _loss(self._model, ids)
             with self:
                 self._backward, self._current = 1, None
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
         finally:
             for handle in handles:
                 handle.remove()
@@ -94,7 +94,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = _tensors((args, kwargs))
         for tensor in inputs:
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(self._backward_left(index))  # type: ignore[no-untyped-call]
+                tensor.register_hook(self._backward_left(index))
         self._stack.append(index)
         self._current = index
         note = self.notes[index]
@@ -108,7 +108,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         index = self._stack.pop()
         for tensor in _tensors(output):
             if tensor.requires_grad:
-                tensor.register_hook(self._backward_entered(index))  # type: ignore[no-untyped-call]
+                tensor.register_hook(self._backward_entered(index))
         self._current = self._stack[-1] if self._stack else None
         self._base = self._live_bytes
 
@@ -175,10 +175,10 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
     name = func._overloadpacket.__name__
     if name == "_scaled_dot_product_flash_attention_for_cpu":  # not in torch's registry
         shapes = (tensor.shape for tensor in args[:3])
-        return int(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
+        return int(sdpa_flop_count(*shapes))
     if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
         shapes = (tensor.shape for tensor in args[:4])
-        return int(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
+        return int(sdpa_backward_flop_count(*shapes))
     count = flop_registry.get(func._overloadpacket)
     return 0 if count is None else int(count(*args, **kwargs, out_val=out))
 
