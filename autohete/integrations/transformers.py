@@ -10,6 +10,7 @@ any checkpoint loaded, it attaches. See docs/adr/0006-trainer-callback.md.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.training_args import ParallelMode
 
 from autohete.config import Config
+from autohete.hooks import HookedForward, in_backward
 from autohete.integrations.placement import Hold, holder_of
 from autohete.planning import Plan
 from autohete.run_report import RunReport
@@ -70,6 +72,7 @@ class AutoHeteCallback(TrainerCallback):  # type: ignore[misc]
         self.num_skipped_steps = 0
         self._device: torch.device | None = None
         self._wrapper: AutoHeteWrapper | None = None
+        self._without_cache: _WithoutCache | None = None
         self._accelerated: AcceleratedOptimizer | None = None
         self._steps_seen = 0
         earlier = holder_of(model)
@@ -124,11 +127,17 @@ class AutoHeteCallback(TrainerCallback):  # type: ignore[misc]
         wrapper = AutoHeteWrapper(self.model, optimizer, **self._options, **options)
         wrapper.to(device)
         self._wrapper = wrapper
+        if _takes_use_cache(self.model):
+            self._without_cache = _WithoutCache(wrapper.run, self.model)
+            self._without_cache.install()
         self._steps_seen = 0
 
     def _detach(self) -> None:
         if self._wrapper is None:
             return
+        if self._without_cache is not None:
+            self._without_cache.remove()
+            self._without_cache = None
         self._wrapper.unwrap()
         self._wrapper = None
         self._accelerated = _recapture(self._accelerated)
@@ -250,6 +259,24 @@ class AutoHeteCallback(TrainerCallback):  # type: ignore[misc]
         figures["autohete/waited_seconds"] = sum(getattr(report, name) for name in _WAITS)
         figures["autohete/skipped_steps"] = self.num_skipped_steps
         return figures
+
+
+class _WithoutCache(HookedForward):
+    """Training needs no key-value cache, and a layer that is recomputed would append to it twice.
+
+    Trainer 5 turns it off too; 4.57 leaves `config.use_cache` on.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.run is not None and torch.is_grad_enabled() and not in_backward():
+            kwargs.setdefault("use_cache", False)
+        return self.forward(*args, **kwargs)
+
+
+def _takes_use_cache(model: nn.Module) -> bool:
+    inner: Any = getattr(model, "get_base_model", lambda: model)()  # PEFT's forward takes **kwargs
+    named = "use_cache" in inspect.signature(inner.forward).parameters
+    return named and bool(getattr(getattr(inner, "config", None), "use_cache", False))
 
 
 def _recapture(optimizer: Any) -> AcceleratedOptimizer | None:
