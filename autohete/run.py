@@ -27,6 +27,7 @@ from autohete.planning import (
     format_bytes,
     load_profile,
     make_plan,
+    minimum_gpu_mem,
     save_profile,
 )
 from autohete.stepping import OptimizerBridge
@@ -144,6 +145,9 @@ class Run:
             plan = given if isinstance(given, Plan) else self._load_plan(given)
             self._apply(plan)
             self.plan = plan
+            self.side.set_advice(
+                "Give more gpu_mem, a plan that offloads or recomputes more, or a smaller batch."
+            )
             return
         safest = Plan()
         safest.units = safest_plan(self.units, self.bridge.native)
@@ -470,12 +474,20 @@ class Run:
             return self._keep_safest_plan()
         self._apply(plan)
         self.plan = plan
+        self._advise_by_profile(profile)
         self.side.reset_peak()
         self.step_seconds.clear()
         self._last_commit = None
         _log.info("autohete: planned\n%s", plan)
         if self.config.profile_path is not None:
             save_profile(self.config.profile_path, profile, plan)
+
+    def _advise_by_profile(self, profile: _C.Profile) -> None:
+        least = minimum_gpu_mem(profile, self.cpu_mem, window=self.config.window)
+        self.side.set_advice(
+            f"For steps as the first one was, gpu_mem={least} bytes would fit; larger ones need "
+            "more: give it, or smaller batches, or shorter sequences."
+        )
 
     def _keep_safest_plan(self) -> None:
         plan = Plan()

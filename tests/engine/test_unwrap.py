@@ -33,6 +33,15 @@ def num_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+def assert_threads_go_back_to(number: int) -> None:
+    """A joined thread leaves the kernel's list a moment later."""
+    for _ in range(100_000):
+        if num_threads() <= number:
+            return
+        os.sched_yield()
+    assert num_threads() <= number
+
+
 @pytest.mark.parametrize("kind", ["all+c", "state", "device", None])
 def test_an_unwrapped_pair_goes_on_to_the_bits_of_plain_training(kind):
     expected = train(wrap=None, steps=6)
@@ -91,7 +100,7 @@ def test_unwrap_leaves_no_hook_thread_guard_or_block():
     assert run() is None
     assert machine.device_used() == 0 and machine.host_used() == 0
     del machine
-    assert num_threads() == before
+    assert_threads_go_back_to(before)
     assert "step" not in vars(optimizer)
     for module in model.modules():
         assert not isinstance(vars(module).get("forward"), HookedForward)
@@ -130,7 +139,7 @@ def test_a_wrapped_model_that_is_garbage_leaves_no_thread():
     del trained, model, optimizer
     gc.collect()
     assert run() is None
-    assert num_threads() == before
+    assert_threads_go_back_to(before)
 
 
 def test_a_forward_wrapped_by_others_after_us_still_works_after_unwrap():
