@@ -104,9 +104,8 @@ def describe_model(
     Args:
         model: a Hugging Face configuration, or a module called as model(input_ids=, labels=) or as
             model(input_ids) (its output is then summed). A module's own tensors are not touched.
-        precision: "fp32"; "bf16" or "fp16" with fp32 masters; "autocast": fp32 parameters computed
-            in
-            bf16, where each layer's half copy is kept until its backward.
+        precision: "fp32"; "bf16" / "fp16" with fp32 masters; or "autocast": fp32 parameters,
+            computed in bf16, where each layer's half copy is kept until its backward.
         layers: as for find_units().
 
     Raises:
