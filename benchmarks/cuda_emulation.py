@@ -12,7 +12,7 @@ other kernels may do nothing. So the network is nothing but bias-free matrix pro
 in an environment where autohete was built for a CUDA torch. Its NCCL is not needed.
 
 Where the emulation copies at the call, or completes events only when something synchronizes with
-them, compile benchmarks/cuda_late_copies.cpp (see there) and put it in front of the other libraries:
+them, compile benchmarks/cuda_late_copies.cpp (see there) and put it in front of the other ones:
 the engine's copies are then late, and events complete by themselves.
 
 For each kind of plan the model is trained twice. In the first run every step is followed by a plain

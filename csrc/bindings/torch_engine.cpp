@@ -36,8 +36,8 @@ int TorchEngine::add_unit(const std::string& name, const std::vector<at::Tensor>
   for (const std::optional<at::Tensor>& master : masters)
     known.push_back(master.value_or(at::Tensor()));
   units_.push_back(std::make_unique<TorchUnit>(name, parameters, known, updated, with_state,
-                                               amsgrad, plan, *handle_.store,
-                                               handle_.torch_device, copier()));
+                                               amsgrad, plan, *handle_.store, handle_.torch_device,
+                                               copier()));
   versions_.push_back(0);
   users_.push_back(0);
   touched_.push_back(false);
@@ -263,8 +263,8 @@ void TorchEngine::set_group(int unit, int index, int group) {
   parameter.group = group;
 }
 
-// On CUDA kernels of the user's may still be reading or writing a touched unit's host memory, so its
-// update starts after them: they are in front of this event.
+// On CUDA kernels of the user's may still be reading or writing a touched unit's host memory, so
+// its update starts after them: they are in front of this event.
 void TorchEngine::commit(const std::vector<AdamHyper>& hypers) {
   use_current_stream();
   const bool cuda = !handle_.torch_device.is_cpu();

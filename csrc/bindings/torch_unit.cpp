@@ -180,8 +180,8 @@ void TorchUnit::leave(c10::Device device) {
     home = HomedTensor();
   };
   for (TorchParameter& parameter : parameters_) {
-    for (HomedTensor* home : {&parameter.exp_avg, &parameter.exp_avg_sq, &parameter.max_exp_avg_sq,
-                              &parameter.master})
+    for (HomedTensor* home :
+         {&parameter.exp_avg, &parameter.exp_avg_sq, &parameter.max_exp_avg_sq, &parameter.master})
       move(*home, state_);
     if (auto storage = parameter.landed.lock()) copy_out(*storage, Tier::kHost);
     parameter.landed.reset();
@@ -271,8 +271,7 @@ bool TorchUnit::on_host(const TorchParameter& parameter, const at::Tensor& gradi
 }
 
 // On the host device whoever changed it has returned.
-bool TorchUnit::changed_on_host(const TorchParameter& parameter,
-                                const at::Tensor& gradient) const {
+bool TorchUnit::changed_on_host(const TorchParameter& parameter, const at::Tensor& gradient) const {
   return !device_.is_cpu() && gradient._version() != parameter.landed_version;
 }
 

@@ -118,8 +118,8 @@ class CudaDevice final : public Device {
   ~CudaDevice() override { pool_->close(); }
 
   DeviceCapabilities capabilities() const override {
-    const bool registered = has(cudaDevAttrUnifiedAddressing) &&
-                            has(cudaDevAttrCanUseHostPointerForRegisteredMem);
+    const bool registered =
+        has(cudaDevAttrUnifiedAddressing) && has(cudaDevAttrCanUseHostPointerForRegisteredMem);
     return {properties_.name, true, registered || has(cudaDevAttrPageableMemoryAccess),
             properties_.totalGlobalMem};
   }

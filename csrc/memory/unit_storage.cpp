@@ -32,7 +32,6 @@ c10::Device true_device(Tier tier, c10::Device tensor_device) {
   return tier == Tier::kHost ? c10::Device(c10::kCPU) : tensor_device;
 }
 
-
 }  // namespace
 
 void point_storage(c10::StorageImpl& storage, const BlockPtr& block, std::size_t offset,

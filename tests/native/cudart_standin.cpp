@@ -94,24 +94,13 @@ World& world() {
   return one;
 }
 
-const char* const kFunctions[] = {"cudaGetDeviceCount",
-                                  "cudaGetDevice",
-                                  "cudaSetDevice",
-                                  "cudaGetDeviceProperties",
-                                  "cudaDeviceGetAttribute",
-                                  "cudaMemGetInfo",
-                                  "cudaEventCreateWithFlags",
-                                  "cudaEventRecord",
-                                  "cudaEventQuery",
-                                  "cudaEventSynchronize",
-                                  "cudaEventDestroy",
-                                  "cudaStreamCreateWithFlags",
-                                  "cudaStreamDestroy",
-                                  "cudaStreamWaitEvent",
-                                  "cudaMemcpyAsync",
-                                  "cudaLaunchHostFunc",
-                                  "cudaHostRegister",
-                                  "cudaHostUnregister"};
+const char* const kFunctions[] = {
+    "cudaGetDeviceCount",       "cudaGetDevice",          "cudaSetDevice",
+    "cudaGetDeviceProperties",  "cudaDeviceGetAttribute", "cudaMemGetInfo",
+    "cudaEventCreateWithFlags", "cudaEventRecord",        "cudaEventQuery",
+    "cudaEventSynchronize",     "cudaEventDestroy",       "cudaStreamCreateWithFlags",
+    "cudaStreamDestroy",        "cudaStreamWaitEvent",    "cudaMemcpyAsync",
+    "cudaLaunchHostFunc",       "cudaHostRegister",       "cudaHostUnregister"};
 
 cudaError_t remember(cudaError_t error) {
   if (error != cudaSuccess) last_error = error;

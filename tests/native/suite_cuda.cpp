@@ -202,8 +202,8 @@ TEST_CASE("a thread that never set a compute stream gets the one set last") {
   cudart_standin::hold(cudaMemcpyDefault);
   device->set_compute_stream(reinterpret_cast<std::uintptr_t>(mine));
   device->copy_async(a.data(), b.data(), 256, kComputeStream);  // `mine` stands still now
-  const Event elsewhere = get_soon(
-      std::async(std::launch::async, [&] { return device->record(kComputeStream); }));
+  const Event elsewhere =
+      get_soon(std::async(std::launch::async, [&] { return device->record(kComputeStream); }));
   CHECK(!device->query(elsewhere));
   cudart_standin::release_all(cudaMemcpyDefault);
   device->synchronize(elsewhere);
