@@ -9,11 +9,11 @@ other kernels may do nothing. So the network is nothing but bias-free matrix pro
     LD_PRELOAD="libcudart libcuda libnvidia-ml libcublas of the emulation" \
         python benchmarks/cuda_emulation.py [--steps 20] [--json FILE]
 
-in an environment where autohete was built for a CUDA torch. Its NCCL is not needed. Where its
-events complete only when something synchronizes with them, put a library of one function in front,
-which makes asking for an event wait for it:
+in an environment where autohete was built for a CUDA torch. Its NCCL is not needed.
 
-    int cudaEventQuery(void* event) { return cudaEventSynchronize(event); }
+Where the emulation copies at the call, or completes events only when something synchronizes with
+them, compile benchmarks/cuda_late_copies.cpp (see there) and put it in front of the other ones:
+the engine's copies are then late, and events complete by themselves.
 
 For each kind of plan the model is trained twice. In the first run every step is followed by a plain
 CPU model: its weights, updated by autohete.CPUAdamW with the gradients seen on the device, must

@@ -216,9 +216,9 @@ TEST_CASE("an allocator with a limit of its own gives its figures when it has no
   auto store = make_cuda_store(
       {.allocate_device = [](std::size_t) { return std::pair<void*, std::shared_ptr<void>>{}; },
        .device_budget = nullptr,
-       .device_room = [] { return std::pair<std::size_t, std::size_t>(77, 1000); },
        .host_budget = std::make_shared<Budget>(1 << 20),
-       .warn = {}});
+       .warn = {},
+       .device_room = [] { return std::pair<std::size_t, std::size_t>(77, 1000); }});
   CHECK_THROWS(store->allocate_device(5000, "slot 2"), OutOfMemory,
                "slot 2 needs 5000 bytes, but 77 are left of 1000");
 }
