@@ -22,17 +22,17 @@ NATIVE := $(shell find csrc -name '*.cpp' -o -name '*.h') $(wildcard buildtools/
 TORCH_INSTALLED = $(wildcard $(VENV)/lib/python*/site-packages/torch/version.py)
 CPP_FILES = $(shell git ls-files '*.cpp' '*.h')
 
-.PHONY: demo test test-slow lint format build clean
+.PHONY: demo test test-slow lint format stubs build clean
 .DELETE_ON_ERROR:
 
 demo: build
 	$(VENV)/bin/autohete demo $(ARGS)
 
 test: build $(STAMPS)/test
-	$(PY) -m pytest -m "not slow and not gpu" $(ARGS)
+	$(PY) -m pytest -n auto -m "not slow and not gpu" $(ARGS)
 
 test-slow: build $(STAMPS)/test
-	$(PY) -m pytest -m "slow and not gpu" $(ARGS)
+	$(PY) -m pytest -n auto -m "slow and not gpu" $(ARGS)
 
 lint: build $(STAMPS)/test $(STAMPS)/dev
 	$(PY) -m ruff check .
@@ -44,6 +44,9 @@ format: $(STAMPS)/dev
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 	$(VENV)/bin/clang-format -i $(CPP_FILES)
+
+stubs: build $(STAMPS)/dev
+	$(PY) buildtools/stubs.py
 
 build: $(STAMPS)/installed
 

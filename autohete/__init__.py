@@ -15,7 +15,7 @@ from autohete._version import __version__
 
 if TYPE_CHECKING:
     from autohete.optim import CPUAdamW
-    from autohete.planning import InfeasibleError, Plan, load_profile, make_plan
+    from autohete.planning import InfeasibleError, Plan, load_profile, make_plan  # type: ignore[no-redef]
     from autohete.wrapper import AutoHeteWrapper
 
 __all__ = [

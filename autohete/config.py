@@ -55,7 +55,9 @@ class Config:
                 f"precision is {self.precision!r}, expected one of {', '.join(PRECISIONS)}"
             )
         if not isinstance(self.plan, (Plan, str, Path, type(None))):
-            raise ValueError(f"plan is {self.plan!r}, expected a Plan or the path of a profile file")
+            raise ValueError(
+                f"plan is {self.plan!r}, expected a Plan or the path of a profile file"
+            )
         for name, low in (("gradient_accumulation_steps", 1), ("window", 1), ("chunk_bytes", 4096)):
             value = getattr(self, name)
             if not isinstance(value, int) or value < low:
@@ -72,19 +74,19 @@ class Config:
             ValueError: it was left out on the host device, which has no size of its own.
         """
         if self.gpu_mem is not None:
-            return int(self.gpu_mem)  # type: ignore[arg-type]
+            return int(self.gpu_mem)
         if device.type == "cpu":
             raise ValueError(
                 "gpu_mem is None, expected a size on the host device (it stands for a GPU of your "
                 'choice); give for example gpu_mem="4GiB"'
             )
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free * 0.95)
+        return int(free * 0.95) + torch.cuda.memory_reserved(device)
 
     def host_budget(self) -> int:
         """Return cpu_mem, measured when it was left out."""
         if self.cpu_mem is not None:
-            return int(self.cpu_mem)  # type: ignore[arg-type]
+            return int(self.cpu_mem)
         pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return int(pages * 0.9)
 

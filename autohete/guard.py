@@ -18,17 +18,18 @@ from typing import Any
 import torch
 from torch import nn
 
+_Tensor: Any = torch.Tensor  # descriptors: their types are not declared
+
 # What a tensor answers without looking at its bytes. Everything else settles it first.
 _METADATA = {
-    getattr(torch.Tensor, name).__get__
+    getattr(_Tensor, name).__get__
     for name in (
         "dtype device layout shape ndim grad requires_grad is_leaf grad_fn is_cuda is_cpu is_meta "
         "is_sparse is_quantized is_nested output_nr itemsize nbytes"
     ).split()
     if hasattr(torch.Tensor, name)
 }
-_METADATA |= {torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__}  # type: ignore[attr-defined]
-_METADATA |= {torch.Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
+_METADATA |= {_Tensor.grad.__set__, _Tensor.grad.__delete__, _Tensor.requires_grad.__set__}
 _METADATA |= {
     getattr(torch.Tensor, name)
     for name in (
@@ -55,9 +56,7 @@ class Guard:
     settle: Callable[[], None]
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
@@ -71,7 +70,8 @@ class Guard:
         if isinstance(self, Guard):  # an earlier one of the same unit may have done it
             type(self).settle()
         if isinstance(self, Guard):
-            self.__class__ = nn.Parameter if isinstance(self, nn.Parameter) else torch.Tensor
+            own: Any = nn.Parameter if isinstance(self, nn.Parameter) else torch.Tensor
+            self.__class__ = own
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -113,7 +113,7 @@ class UnitGuard:
                 if gradient is not None and type(gradient) is torch.Tensor:
                     gradient.__class__ = self._gradient
 
-    def take_off(self, parameters: list[nn.Parameter], moments: list[torch.Tensor] = []) -> None:
+    def take_off(self, parameters: list[nn.Parameter], moments: list[torch.Tensor]) -> None:
         """Make them instances of their own classes again."""
         for parameter in parameters:
             if type(parameter) is self._parameter:

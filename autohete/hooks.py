@@ -4,7 +4,7 @@ A unit module's `forward` is replaced, on the instance, by a UnitForward; the ro
 RootForward. The graph is left as it is: the start and end of a unit's backward are found with hooks
 on its output and input tensors (a tensor's hook runs before the node that made it, so the hook of a
 unit's input runs after everything inside the unit). That keeps in-place edits, dict outputs and
-memory exactly as in plain PyTorch. See docs/adr/0003-tensor-hooks.md.
+memory exactly as in plain PyTorch. See docs/adr/0004-tensor-hooks.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def in_backward() -> bool:
     """Return whether this thread is inside a backward pass (a recomputed forward, say)."""
-    return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
+    return torch._C._current_graph_task_id() != -1
 
 
 def _may_recompute() -> bool:
@@ -42,7 +42,7 @@ class HookedForward:
     """
 
     def __init__(self, run: Run, module: nn.Module) -> None:
-        self.run = run
+        self.run: Run | None = run
         self.module = module
         self.forward: Callable[..., Any] = module.forward
         self.was_on_instance = "forward" in vars(module)
@@ -51,16 +51,16 @@ class HookedForward:
         self.__signature__ = inspect.signature(self.forward)
 
     def install(self) -> None:
-        self.module.forward = self  # type: ignore[method-assign, assignment]
+        self.module.forward = self  # type: ignore[assignment]
 
     def remove(self) -> None:
         """Put back what was there; whoever wrapped this object since keeps a plain forward."""
         if vars(self.module).get("forward") is self:
             if self.was_on_instance:
-                self.module.forward = self.forward  # type: ignore[method-assign]
+                self.module.forward = self.forward
             else:
                 del self.module.forward
-        self.run = None  # type: ignore[assignment]
+        self.run = None
 
     def _plain(self, module: nn.Module) -> Any:
         if self.was_on_instance and not isinstance(self.forward, HookedForward):

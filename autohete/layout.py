@@ -71,9 +71,7 @@ def safest_plan(units: list[Unit], native: bool) -> list[_C.UnitPlan]:
         plan.parameters = _C.Tier.DEVICE if unit.is_container else _C.Tier.HOST
         plan.gradients = _C.Tier.HOST
         plan.optimizer_state = _C.Tier.HOST
-        plan.activations = (
-            _C.ActivationRule.RECOMPUTE if unit.is_layer else _C.ActivationRule.KEEP
-        )
+        plan.activations = _C.ActivationRule.RECOMPUTE if unit.is_layer else _C.ActivationRule.KEEP
         plans.append(plan)
     return plans
 

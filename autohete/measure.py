@@ -28,8 +28,25 @@ class UnitMeasure:
     recompute_seconds: float = 0.0
     kept_bytes: int = 0
     recomputed_bytes: int = 0
-    temporary_bytes: int = 0
+    forward_extra_bytes: int = 0
+    """Largest extra inside a forward, over what it keeps; saved tensors are among it when the
+    forward is checkpointed."""
+    recompute_extra_bytes: int = 0
+    backward_extra_bytes: int = 0
+    """Its own gradients among them."""
     calls: int = 0
+
+    def temporary_bytes(self, grad_bytes: int) -> int:
+        """The largest extra beside what is saved for backward.
+
+        The planner counts gradients by themselves, and the saved tensors of a recomputed unit too.
+        """
+        return max(
+            self.forward_extra_bytes - self.recomputed_bytes,
+            self.recompute_extra_bytes,
+            self.backward_extra_bytes - grad_bytes,
+            0,
+        )
 
 
 class StepMeter:
@@ -41,6 +58,7 @@ class StepMeter:
         self.measures = [UnitMeasure() for _ in units]
         self._start: tuple[float, int] = (0.0, 0)
         self._begin_used = 0
+        self._others = 0
         self._after_forward = 0
         self._peak = 0
         self._outside_peak = 0
@@ -50,6 +68,7 @@ class StepMeter:
     def begin(self) -> None:
         self._side.reset_peak()
         self._begin_used = self._side.used()
+        self._others = self._side.others()
 
     def _take_peak(self) -> int:
         """Peak since the last call, folded into the step's."""
@@ -68,7 +87,7 @@ class StepMeter:
         now = self._side.used()
         measure.forward_seconds += self._side.clock() - seconds
         measure.kept_bytes += max(now - used, 0)
-        measure.temporary_bytes = max(measure.temporary_bytes, self._take_peak() - now)
+        measure.forward_extra_bytes = max(measure.forward_extra_bytes, self._take_peak() - now)
         measure.calls += 1
 
     def forward_over(self) -> None:
@@ -84,10 +103,10 @@ class StepMeter:
 
     def recomputed(self, unit: int, seconds: float, used_before: int) -> None:
         measure = self.measures[unit]
-        measure.recompute_seconds += seconds
-        measure.recomputed_bytes += max(self._side.used() - used_before, 0)
         now = self._side.used()
-        measure.temporary_bytes = max(measure.temporary_bytes, self._take_peak() - now)
+        measure.recompute_seconds += seconds
+        measure.recomputed_bytes += max(now - used_before, 0)
+        measure.recompute_extra_bytes = max(measure.recompute_extra_bytes, self._take_peak() - now)
 
     def backward_ends(self, unit: int) -> None:
         if self._open_backward != unit:
@@ -98,7 +117,7 @@ class StepMeter:
             self._side.clock() - seconds - measure.recompute_seconds, 0.0
         )
         held = used + measure.recomputed_bytes
-        measure.temporary_bytes = max(measure.temporary_bytes, self._take_peak() - held)
+        measure.backward_extra_bytes = max(measure.backward_extra_bytes, self._take_peak() - held)
 
     def backward_over(self) -> None:
         if self._open_backward is not None:
@@ -128,11 +147,14 @@ class StepMeter:
         """The largest device memory in use during the step, in bytes."""
         return self._peak
 
-    def outside_bytes(self) -> int:
-        """What no unit accounts for: inputs copied, logits, the loss and its gradient."""
+    def outside_kept_bytes(self) -> int:
+        """What no unit keeps and lives until backward: copied inputs, logits, the loss; buffers."""
         inside = sum(m.kept_bytes for m in self.measures)
-        kept = max(self._after_forward - self._begin_used - inside, 0)
-        return kept + max(self._outside_peak, 0)
+        return max(self._after_forward - self._begin_used - inside, 0) + self._others
+
+    def outside_extra_bytes(self) -> int:
+        """The largest extra between the last unit's forward and its backward (the loss)."""
+        return max(self._outside_peak, 0)
 
 
 def lane_rates(spans: list[tuple[Any, ...]], num_updated: int) -> dict[str, float]:
@@ -178,10 +200,13 @@ def build_profile(
             recomputed = max(m.recomputed_bytes for m in same)
             p.checkpoint_bytes = kept if unit.is_layer else 0
             p.activation_bytes = kept + recomputed if unit.is_layer else kept
-            p.temporary_bytes = max(m.temporary_bytes for m in same)
+            p.temporary_bytes = max(m.temporary_bytes(grad_bytes) for m in same)
         unit_profiles.append(p)
+    # The loss follows the last unit's forward: its extra coincides with nobody else's.
+    last = unit_profiles[-1]
+    last.temporary_bytes = max(last.temporary_bytes, meter.outside_extra_bytes())
     profile.units = unit_profiles
-    profile.fixed_device_bytes = meter.outside_bytes()
+    profile.fixed_device_bytes = meter.outside_kept_bytes()
     hardware = _C.HardwareProfile()
     hardware.h2d_bytes_per_second = rates.get("h2d", 1e10)
     hardware.d2h_bytes_per_second = rates.get("d2h", 1e10)

@@ -121,7 +121,8 @@ class CPUAdamW(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of torch.optim.AdamW.
 
-        fp32 state stays fp32 to the bit. The tensors are copied: the state dict and this optimizer share no memory afterwards.
+        fp32 state stays fp32 to the bit. The tensors are copied: the state dict and this optimizer
+        share no memory afterwards.
         """
         final: list[dict[str, Any]] = []
         hook = self.register_load_state_dict_pre_hook(lambda _, given: final.append(given))
@@ -200,12 +201,12 @@ class CPUAdamW(Optimizer):
         if half != ("master" in state):
             _complete_master(param, state)
         work = param
-        if not (param.is_contiguous() and grad.is_contiguous()):
-            if grad.layout == torch.strided:
-                work = _like(param, param)
-                grad = _like(grad, work)
-                if work is not param:
-                    copy_back.append((param, work))
+        odd = not (param.is_contiguous() and grad.is_contiguous())
+        if odd and grad.layout == torch.strided:
+            work = _like(param, param)
+            grad = _like(grad, work)
+            if work is not param:
+                copy_back.append((param, work))
         if state["exp_avg"].stride() != work.stride():
             for key in _FP32_KEYS:
                 if key in state:

@@ -39,7 +39,7 @@ def inside_outer_checkpoint() -> bool:
 
     There the same tensors have to be saved as in the first run, so a unit nests its own checkpoint.
     """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 class _TwiceRun:
@@ -78,12 +78,11 @@ class _TwiceRun:
                 id(t): t.detach().clone().requires_grad_(t.requires_grad) for t in inputs
             }
         written = _all_buffers(unit) if unit.written_buffers is None else unit.written_buffers
-        self._buffers = {key: key[0]._buffers[key[1]].clone() for key in written}
+        self._buffers = {key: _value(key).clone() for key in written}
         out = self._forward(*args, **kwargs)
         if unit.written_buffers is None:
             unit.written_buffers = [
-                key for key, old in self._buffers.items()
-                if not torch.equal(old, key[0]._buffers[key[1]])
+                key for key, old in self._buffers.items() if not torch.equal(old, _value(key))
             ]
             self._buffers = {key: self._buffers[key] for key in unit.written_buffers}
         self._versions = _versions(inputs)
@@ -112,8 +111,10 @@ def _versions(tensors: list[Tensor]) -> list[int]:
 
 def _has_state(value: Any) -> bool:
     """Whether it is an object (a key-value cache, say) that a forward may write to."""
-    return hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, type)) and (
-        not callable(value)
+    return (
+        hasattr(value, "__dict__")
+        and not isinstance(value, (Tensor, nn.Module, type))
+        and (not callable(value))
     )
 
 
@@ -132,6 +133,12 @@ def _twin(value: Any, copies: dict[int, Tensor], depth: int = _DEPTH) -> Any:
     twin = copy.copy(value)
     vars(twin).update({key: _twin(item, copies, depth - 1) for key, item in vars(value).items()})
     return twin
+
+
+def _value(buffer: Buffer) -> Tensor:
+    value = buffer[0]._buffers[buffer[1]]
+    assert value is not None
+    return value
 
 
 def _all_buffers(unit: Unit) -> list[Buffer]:

@@ -53,9 +53,13 @@ class Run:
         self.cpu_mem = config.host_budget()
         self.units: list[Unit] = find_units(model, config.layers)
         self.bridge = OptimizerBridge(self, optimizer)
-        masters_kept = check_budgets(
-            self.units, self.bridge, config, self.gpu_mem, self.cpu_mem
-        )
+        if device.type != "cpu" and not self.bridge.native:
+            raise ValueError(
+                f"optimizer is {type(optimizer).__name__}, expected AdamW, Adam or "
+                "autohete.CPUAdamW (not differentiable) on a GPU; others are stepped on the host "
+                'device only, .to("cpu")'
+            )
+        masters_kept = check_budgets(self.units, self.bridge, config, self.gpu_mem, self.cpu_mem)
         self.side: Side = (
             HostSide(self.gpu_mem, self.cpu_mem, pin=config.pin)
             if device.type == "cpu"
@@ -82,12 +86,15 @@ class Run:
 
     def _attach(self, masters_kept: bool) -> None:
         start = time.perf_counter()
+        first = next(self.model.parameters(), None)
+        origin = torch.device("cpu") if first is None or first.is_meta else first.device
         try:
             self._move_in()
+            self.side.check_host_memory()
             self._start_plan()
             self._install()
         except BaseException:
-            self.detach()
+            self.detach(origin)
             raise
         _log.info(
             "autohete: %d units of %s wrapped in %.2f s (host memory %s%s); gpu_mem=%s, cpu_mem=%s",
@@ -116,11 +123,21 @@ class Run:
                 amsgrad=self.bridge.amsgrad,
                 plan=placement,
             )
-        if self.side.torch_device.type != "cpu":
-            for module in self.model.modules():
-                for name, buffer in module._buffers.items():
-                    if buffer is not None:
-                        module._buffers[name] = buffer.to(self.side.torch_device)
+        self._move_buffers(self.side.torch_device)
+
+    def _move_buffers(self, device: torch.device) -> None:
+        moved: dict[int, Tensor] = {}  # one that two modules share stays one
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None or buffer.device == device:
+                    continue
+                if id(buffer) not in moved:
+                    moved[id(buffer)] = (
+                        torch.zeros_like(buffer, device=device)
+                        if buffer.is_meta
+                        else buffer.to(device)
+                    )
+                module._buffers[name] = moved[id(buffer)]
 
     def _start_plan(self) -> None:
         given = self.config.plan
@@ -148,7 +165,9 @@ class Run:
     def _load_plan(path: Any) -> Plan:
         plan = load_profile(path)[1]
         if plan is None:
-            raise ValueError(f"plan: {path} holds a profile without a plan; make one with make_plan")
+            raise ValueError(
+                f"plan: {path} holds a profile without a plan; make one with make_plan"
+            )
         return plan
 
     def _install(self) -> None:
@@ -163,17 +182,38 @@ class Run:
         forward.install()
         self._hooked.append(forward)
 
-    def detach(self) -> None:
-        """Leave model and optimizer as plain PyTorch objects with the newest values."""
+    def detach(self, device: torch.device | None = None) -> None:
+        """Leave model and optimizer as plain PyTorch objects with the newest values.
+
+        Args:
+            device: where their tensors are afterwards; left out: where they trained.
+
+        Raises:
+            torch.OutOfMemoryError: they do not fit there as plain tensors; nothing has changed.
+        """
+        target = device or self.side.torch_device
+        self._check_room(target)
         self.abandon()
         self.bridge.remove()
         for forward in reversed(self._hooked):
             forward.remove()
         self._hooked.clear()
         self.side.charge_activations(False)
-        for index in range(self.engine.num_units()):
-            self.settle(index)
-        self.engine.leave()
+        self.synchronize()
+        self.engine.leave(target)
+        self._move_buffers(target)
+        self.side.close()
+
+    def _check_room(self, target: torch.device) -> None:
+        if not isinstance(self.side, CudaSide) or target != self.side.torch_device:
+            return
+        needed, free = self.engine.bytes_to_leave(), self.side.free_for_plain_tensors()
+        if needed > free:
+            raise torch.OutOfMemoryError(
+                f"unwrap: model and optimizer state need {format_bytes(needed)} more on {target} "
+                f"as plain tensors, but {format_bytes(free)} are free there; keep them on the CPU: "
+                'unwrap("cpu")'
+            )
 
     @property
     def attached(self) -> bool:
@@ -196,12 +236,12 @@ class Run:
 
         return UnitGuard(settle, settle_gradients)
 
-    def _managed(self, index: int) -> bool:
+    def is_managed(self, index: int) -> bool:
         """Whether the engine moves anything of the unit."""
         return self._placements[index].optimizer_state == Tier.HOST
 
     def _guard(self, index: int) -> None:
-        if self._managed(index) and self._users[index] == 0:
+        if self.is_managed(index) and self._users[index] == 0:
             self._guards[index].wear(self.units[index].parameters, [])
 
     def _guard_all(self) -> None:
@@ -256,24 +296,25 @@ class Run:
     def end_forward(self) -> None:
         if not torch.is_grad_enabled():
             self.side.charge_activations(False)
-        elif self._measuring():
-            self._meter.forward_over()
+        elif meter := self._measuring():
+            meter.forward_over()
 
-    def _measuring(self) -> bool:
-        return self._meter is not None and not self._meter.complete
+    def _measuring(self) -> StepMeter | None:
+        """The meter, while the first step is being measured."""
+        return None if self._meter is None or self._meter.complete else self._meter
 
     def enter_forward(self, index: int, tracked: bool) -> None:
         backward = in_backward()
-        if self._managed(index):
+        if self.is_managed(index):
             direction = _C.Direction.FORWARD if tracked else _C.Direction.FORWARD_ONLY
             self._acquire(index, _C.Direction.BACKWARD if backward else direction)
-        if tracked and not backward and self._measuring():
-            self._meter.forward_begins(index)
+        if tracked and not backward and (meter := self._measuring()):
+            meter.forward_begins(index)
 
     def leave_forward(self, index: int, tracked: bool) -> None:
-        if tracked and not in_backward() and self._measuring():
-            self._meter.forward_ends(index)
-        if self._managed(index):
+        if tracked and not in_backward() and (meter := self._measuring()):
+            meter.forward_ends(index)
+        if self.is_managed(index):
             self._release(index)
 
     def _acquire(self, index: int, direction: _C.Direction) -> None:
@@ -281,7 +322,7 @@ class Run:
         self._users[index] += 1
         if self._users[index] == 1:
             self._committed[index] = False
-            self._guards[index].take_off(self.units[index].parameters)
+            self._guards[index].take_off(self.units[index].parameters, [])
 
     def _release(self, index: int) -> None:
         if self._users[index] == 0:
@@ -300,21 +341,21 @@ class Run:
 
     def enter_backward(self, call: UnitCall) -> None:
         self.begin_backward()
-        if not self._managed(call.unit) and not self._measuring():
+        if not self.is_managed(call.unit) and not self._measuring():
             return
         self._open_calls.append(call)
-        if self._managed(call.unit):
+        if self.is_managed(call.unit):
             self._acquire(call.unit, _C.Direction.BACKWARD)
-        if self._measuring():
-            self._meter.backward_begins(call.unit)
+        if meter := self._measuring():
+            meter.backward_begins(call.unit)
 
     def leave_backward(self, call: UnitCall) -> None:
         if call not in self._open_calls:
             return
         self._open_calls.remove(call)
-        if self._measuring():
-            self._meter.backward_ends(call.unit)
-        if self._managed(call.unit):
+        if meter := self._measuring():
+            meter.backward_ends(call.unit)
+        if self.is_managed(call.unit):
             self._release(call.unit)
             if self._users[call.unit] == 0:
                 self.engine.send_gradients(call.unit)
@@ -326,14 +367,14 @@ class Run:
         for call in self._open_calls:
             call.is_open = False
         self._open_calls.clear()
-        if self._measuring():
-            self._meter.backward_over()
+        if meter := self._measuring():
+            meter.backward_over()
         self.engine.finish_backward()
         self.side.charge_activations(False)
         for index in range(len(self.units)):
             self._users[index] = 0
             self._guard(index)
-            if self._managed(index):
+            if self.is_managed(index):
                 self._guards[index].wear_gradients(self.units[index].parameters)
 
     def abandon(self) -> None:
@@ -361,7 +402,7 @@ class Run:
             self.abandon()
         self._moments = self.bridge.commit()
         for index, unit in enumerate(self.units):
-            if self._managed(index):
+            if self.is_managed(index):
                 self._committed[index] = True
                 self._guards[index].wear(unit.parameters, self._moments[index])
                 self._guards[index].wear_gradients(unit.parameters)
@@ -392,6 +433,7 @@ class Run:
                 f"(this model's); make a new plan for this model"
             )
         self.engine.configure(plan.units, plan.window, plan.chunk_bytes)
+        self.side.check_host_memory()
         self._placements = list(plan.units)
         if self._hooked:
             self.bridge.publish_states()
@@ -401,6 +443,7 @@ class Run:
 
     def _plan_from_measured_step(self) -> None:
         meter, self._meter = self._meter, None
+        assert meter is not None
         self.synchronize()
         spans = self.engine.take_timeline()
         self.engine.record_timeline(False)
@@ -409,7 +452,9 @@ class Run:
             (self.engine.param_bytes(i), self.engine.gradient_bytes(i), self.engine.state_bytes(i))
             for i in range(len(self.units))
         ]
-        profile = build_profile(meter, self.units, sizes, lane_rates(spans, updated))
+        profile = build_profile(
+            meter, self.units, sizes, lane_rates(spans, updated) | self.side.rates()
+        )
         profile.gradient_accumulation_steps = self.config.gradient_accumulation_steps
         profile.chunk_bytes = self.config.chunk_bytes
         self.profile = profile
@@ -418,7 +463,7 @@ class Run:
         try:
             plan = make_plan(
                 profile,
-                self.gpu_mem,
+                self.side.plannable(),
                 self.cpu_mem,
                 strategy=self.config.strategy,
                 window=self.config.window,

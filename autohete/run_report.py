@@ -16,7 +16,7 @@ LANES = ("compute", "H2D", "D2H", "CPU")
 
 @dataclass(frozen=True)
 class RunReport:
-    """Figures of the run so far. Bytes and seconds; None where nothing was predicted or measured."""
+    """Figures of the run so far, bytes and seconds; None where nothing is known."""
 
     num_steps: int
     strategy: str | None
@@ -50,10 +50,17 @@ class RunReport:
             host_peak_measured_bytes=run.side.host_peak(),
             step_seconds_predicted=(plan.step_seconds or None) if plan else None,
             step_seconds_measured=median(run.step_seconds) if run.step_seconds else None,
-            **{k: counters[k] for k in (
-                "h2d_bytes", "d2h_bytes", "slot_misses", "wait_update_seconds",
-                "wait_upload_seconds", "wait_gradients_seconds",
-            )},
+            **{
+                k: counters[k]
+                for k in (
+                    "h2d_bytes",
+                    "d2h_bytes",
+                    "slot_misses",
+                    "wait_update_seconds",
+                    "wait_upload_seconds",
+                    "wait_gradients_seconds",
+                )
+            },
         )
 
     def __str__(self) -> str:
@@ -93,8 +100,12 @@ def chrome_trace(spans: list[tuple[Any, ...]], unit_names: list[str]) -> dict[st
         name = f"{what} {unit_names[unit]}" if 0 <= unit < len(unit_names) else what
         events.append(
             {
-                "ph": "X", "pid": 0, "tid": lane, "name": name,
-                "ts": (begin - start) * 1e6, "dur": (end - begin) * 1e6,
+                "ph": "X",
+                "pid": 0,
+                "tid": lane,
+                "name": name,
+                "ts": (begin - start) * 1e6,
+                "dur": (end - begin) * 1e6,
                 "args": {"bytes": num_bytes},
             }
         )

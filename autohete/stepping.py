@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from autohete import _C
+from autohete.cuda_update import update_on_cuda
 from autohete.optim import CPUAdamW, loaded_state
 
 if TYPE_CHECKING:
@@ -85,8 +86,10 @@ class OptimizerBridge:
 
         if self.native:
             # torch puts step hooks and the profiler's mark around a class's step like this.
-            step = Optimizer.profile_hook_step(step)  # type: ignore[assignment]
+            step = Optimizer.profile_hook_step(step)
         step._autohete_step = True  # type: ignore[attr-defined]
+        # What schedulers look for, to know that step() sets _opt_called; ours does.
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         self._original = original
         self._installed = types.MethodType(step, self.optimizer)
         self.optimizer.step = self._installed  # type: ignore[method-assign]
@@ -131,8 +134,10 @@ class OptimizerBridge:
         optimizer: Any = self.optimizer
         optimizer._opt_called = True
         if not self.native:
-            call = (lambda: self._original(optimizer, closure)) if closure else (
-                lambda: self._original(optimizer)
+            call = (
+                (lambda: self._original(optimizer, closure))
+                if closure
+                else (lambda: self._original(optimizer))
             )
             return self._run.step_elsewhere(call)
         loss = None
@@ -159,7 +164,9 @@ class OptimizerBridge:
             self._publish(u, i)
         hypers = [self._hyper(group) for group in self.optimizer.param_groups]
         engine.commit(hypers)
-        self._run_cuda_updates()
+        if self._run.side.torch_device.type != "cpu":
+            managed = self._run.is_managed
+            update_on_cuda(self._run.units, managed, self._seen, hypers, self._group_of)
         moments: list[list[Tensor]] = [[] for _ in self._run.units]
         for (u, _), state in self._seen.items():
             moments[u] += [t for key, t in state.items() if key != "step"]
@@ -213,8 +220,13 @@ class OptimizerBridge:
                 if seen is not None and all(given.get(k) is t for k, t in seen.items()):
                     continue
                 self._run.engine.adopt_state(
-                    u, i, torch.as_tensor(given["step"]).float(), given["exp_avg"],
-                    given["exp_avg_sq"], given.get("max_exp_avg_sq"), given.get("master"),
+                    u,
+                    i,
+                    torch.as_tensor(given["step"]).float(),
+                    given["exp_avg"],
+                    given["exp_avg_sq"],
+                    given.get("max_exp_avg_sq"),
+                    given.get("master"),
                 )
                 self._publish(u, i)
 
@@ -239,11 +251,3 @@ class OptimizerBridge:
         """Show them again after they moved to another device."""
         for u, i in list(self._seen):
             self._publish(u, i)
-
-    def _run_cuda_updates(self) -> None:
-        """Units whose state is on a GPU are updated there by torch's own rule."""
-        if self._run.side.torch_device.type == "cpu":
-            return
-        from autohete.cuda_update import update_on_cuda
-
-        update_on_cuda(self.optimizer, self._run.units, self._run._managed, self._seen)

@@ -72,9 +72,7 @@ def find_units(model: nn.Module, layers: Layers = None) -> list[Unit]:
     return [unit for unit in units if unit.parameters]
 
 
-def _place(
-    unit: Unit, own: list[nn.Parameter], owner: dict[int, Unit], units: list[Unit]
-) -> None:
+def _place(unit: Unit, own: list[nn.Parameter], owner: dict[int, Unit], units: list[Unit]) -> None:
     """Add the unit, or merge it into the one that already has one of its parameters."""
     shared = next((owner[id(p)] for p in own if id(p) in owner), None)
     target = shared or unit

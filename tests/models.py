@@ -31,8 +31,13 @@ class Block(nn.Module):
 
 class TinyGPT(nn.Module):
     def __init__(
-        self, layers: int = 4, width: int = 32, vocab: int = 50, length: int = 16,
-        dropout: float = 0.1, tied: bool = False,
+        self,
+        layers: int = 4,
+        width: int = 32,
+        vocab: int = 50,
+        length: int = 16,
+        dropout: float = 0.1,
+        tied: bool = False,
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab, width)

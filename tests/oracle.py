@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from models import batch, make_gpt
 from torch import nn
 from torch.optim import Optimizer
 
 from autohete import AutoHeteWrapper, CPUAdamW, Plan
 from autohete.planning import ActivationRule, Tier, UnitPlan
 from autohete.units import find_units
-from models import batch, make_gpt
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Result:
 
 
 def unit_plan(kind: str) -> UnitPlan:
-    """"device", "state" (optimizer state on the host) or "all" (parameters too); "+c" recomputes."""
+    """Kinds: "device", "state" (state on the host), "all" (parameters too); "+c" recomputes."""
     plan = UnitPlan()
     name, _, recompute = kind.partition("+")
     plan.parameters = Tier.HOST if name == "all" else Tier.DEVICE
@@ -106,9 +106,7 @@ STATE_KEYS: Sequence[str] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master"
 def assert_bit_equal(ours: Result, reference: Result) -> None:
     """Losses, weights, and both moments (and masters and step counters where there are any)."""
     assert ours.losses == reference.losses
-    pairs = zip(
-        ours.model.named_parameters(), reference.model.named_parameters(), strict=True
-    )
+    pairs = zip(ours.model.named_parameters(), reference.model.named_parameters(), strict=True)
     for (name, p), (_, q) in pairs:
         assert torch.equal(p, q), f"{name}: weights differ"
         state, expected = ours.optimizer.state.get(p, {}), reference.optimizer.state.get(q, {})

@@ -124,7 +124,7 @@ def test_a_parameter_without_gradient_is_left_alone_and_a_zero_gradient_is_not()
     start = a.detach().clone()
     optimizer.step()
     torch.testing.assert_close(a.detach(), start * 0.95)
-    assert torch.equal(b, before) and len(optimizer.state[b] if b in optimizer.state else {}) == 0
+    assert torch.equal(b, before) and len(optimizer.state.get(b, {})) == 0
 
 
 def test_groups_keep_their_order_and_their_own_settings() -> None:

@@ -133,7 +133,7 @@ def _introduce(console: Console, demo: Demo) -> None:
 
 
 class _Progress:
-    """A bar with loss and tokens per second; the plan appears above it once there is one."""
+    """A bar with loss and tokens per second; each new plan appears above it."""
 
     def __init__(self, console: Console, options: DemoOptions, title: str) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -145,7 +145,7 @@ class _Progress:
         self._task = self._bar.add_task(title, total=options.steps, loss=float("nan"), rate=0.0)
         self._tokens = options.batch * options.model.context
         self._start = 0.0
-        self._plan_shown = False
+        self._plan_shown: Any = None
 
     def __enter__(self) -> _Progress:
         self._bar.start()
@@ -159,10 +159,10 @@ class _Progress:
         from autohete.report.tables import plan_table
 
         plan = getattr(model, "plan", None)
-        if plan is not None and not self._plan_shown:
+        if plan is not None and plan is not self._plan_shown:
             profile = getattr(getattr(model, "run", None), "profile", None)
             self._bar.console.print(plan_table(plan, profile))
-            self._plan_shown = True
+            self._plan_shown = plan
 
     @property
     def on_step(self) -> OnStep:

@@ -17,6 +17,8 @@ from autohete._version import __version__
 SUBCOMMANDS = {
     "demo": "autohete.cli.demo",
     "doctor": "autohete.cli.doctor",
+    "plan": "autohete.cli.plan",
+    "simulate": "autohete.cli.simulate",
 }
 
 

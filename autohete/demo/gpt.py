@@ -45,7 +45,8 @@ class SelfAttention(nn.Module):
         q, k, v = heads.permute(2, 0, 3, 1, 4)  # each [batch, head, time, width of a head]
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, time, width))
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, time, width))
+        return out
 
 
 class Block(nn.Module):
@@ -65,7 +66,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.norm1(x)))
-        return x + self.dropout(self.mlp(self.norm2(x)))
+        x = x + self.dropout(self.mlp(self.norm2(x)))
+        return x
 
 
 class GPT(nn.Module):

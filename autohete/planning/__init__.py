@@ -19,6 +19,7 @@ from autohete._C import (
     host_bytes,
     lane_seconds,
 )
+from autohete.planning.compare import compare_strategies, format_comparison
 from autohete.planning.hardware import available_host_bytes, measure_hardware
 from autohete.planning.make_plan import make_plan, minimum_gpu_mem
 from autohete.planning.profile_file import load_profile, save_profile
@@ -28,16 +29,45 @@ from autohete.planning.strategies import STRATEGIES
 from autohete.planning.table import PlanRow, format_plan, plan_rows
 
 __all__ = [
-    "STRATEGIES", "ActivationRule", "Budgets", "HardwareProfile", "InfeasibleError", "Plan",
-    "PlanRow", "Profile", "Tier", "UnitPlan", "UnitProfile", "available_host_bytes",
-    "describe_model", "device_peak_bytes", "find_machine", "format_bytes",
-    "format_plan", "host_bytes", "lane_seconds", "load_profile", "make_plan", "measure_hardware",
-    "minimum_gpu_mem", "parse_bytes", "plan_for", "plan_rows", "profile_model", "save_profile", "simulate", "write_trace",
+    "STRATEGIES",
+    "ActivationRule",
+    "Budgets",
+    "HardwareProfile",
+    "InfeasibleError",
+    "Plan",
+    "PlanRow",
+    "Profile",
+    "Tier",
+    "UnitPlan",
+    "UnitProfile",
+    "available_host_bytes",
+    "compare_strategies",
+    "describe_model",
+    "device_peak_bytes",
+    "find_machine",
+    "format_bytes",
+    "format_comparison",
+    "format_plan",
+    "host_bytes",
+    "lane_seconds",
+    "load_profile",
+    "make_plan",
+    "measure_hardware",
+    "minimum_gpu_mem",
+    "parse_bytes",
+    "plan_for",
+    "plan_rows",
+    "profile_model",
+    "save_profile",
+    "simulate",
+    "write_trace",
 ]
 
 # Loaded when first used: they bring in torch's fake tensors, which training does not need.
 _LAZY = {
-    "describe_model": "model_profile", "find_machine": "library", "profile_model": "library",
+    "describe_model": "model_profile",
+    "find_machine": "library",
+    "profile_model": "library",
     "plan_for": "plan_report",
 }
 
@@ -49,5 +79,10 @@ def __getattr__(name: str) -> Any:
     return getattr(module, name)
 
 
-Plan.__str__ = format_plan
-Plan.__repr__ = lambda plan: f"<Plan of {len(plan.units)} units, strategy {plan.strategy}>"
+def _describe_plan(plan: Plan) -> str:
+    return f"<Plan of {len(plan.units)} units, strategy {plan.strategy}>"
+
+
+# setattr: a native class, whose methods a type checker takes as fixed.
+setattr(Plan, "__str__", format_plan)  # noqa: B010
+setattr(Plan, "__repr__", _describe_plan)  # noqa: B010

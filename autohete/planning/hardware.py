@@ -25,6 +25,7 @@ _CACHE_VERSION = 1
 
 # ---- memory and cores
 
+
 def available_host_bytes(
     headroom: float = HEADROOM, *, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
 ) -> int:
@@ -49,8 +50,10 @@ def available_cpus(*, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/c
     for folder in _cgroup_folders(proc, cgroup, "cpu"):
         words = _read(folder / "cpu.max").split()
         if len(words) != 2:
-            words = [_read(folder / "cpu.cfs_quota_us").strip(),
-                     _read(folder / "cpu.cfs_period_us").strip()]
+            words = [
+                _read(folder / "cpu.cfs_quota_us").strip(),
+                _read(folder / "cpu.cfs_period_us").strip(),
+            ]
         if all(word.isdigit() for word in words) and int(words[1]) > 0:
             cores = min(cores, int(words[0]) / int(words[1]))
     return max(1, int(cores))
@@ -68,8 +71,10 @@ def _cgroup_memory(proc: Path, cgroup: Path) -> list[tuple[int, int]]:
     """(limit, used) of the process's cgroup and all above it, where a limit is set."""
     found = []
     for folder in _cgroup_folders(proc, cgroup, "memory"):
-        for limit_name, used_name in (("memory.max", "memory.current"),
-                                      ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        for limit_name, used_name in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
             limit, used = _read(folder / limit_name).strip(), _read(folder / used_name).strip()
             if limit.isdigit() and used.isdigit() and int(limit) < _UNLIMITED:
                 found.append((int(limit), max(0, int(used) - _reclaimable(folder))))
@@ -113,6 +118,7 @@ def _read(path: Path) -> str:
 
 
 # ---- rates
+
 
 @dataclass(frozen=True)
 class Lanes:
@@ -234,11 +240,13 @@ def _share(work: Callable[[], None], background: Callable[[], None], repeats: in
 
 # ---- cache
 
+
 def _cache_path(device_name: str, cache_dir: Path | None) -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(base) / "autohete" if cache_dir is None else cache_dir
-    machine = "|".join((platform.node(), platform.machine(), _processor(), str(available_cpus()),
-                        device_name))
+    machine = "|".join(
+        (platform.node(), platform.machine(), _processor(), str(available_cpus()), device_name)
+    )
     return folder / f"hardware-{hashlib.sha256(machine.encode()).hexdigest()[:16]}.json"
 
 

@@ -51,9 +51,7 @@ def make_plan(
     return plan_strategy(strategy, profile, budgets, options)
 
 
-def minimum_gpu_mem(
-    profile: _C.Profile, cpu_mem: Size | None = None, *, window: int = 2
-) -> int:
+def minimum_gpu_mem(profile: _C.Profile, cpu_mem: Size | None = None, *, window: int = 2) -> int:
     """Return the smallest `gpu_mem` in bytes for which make_plan() finds a plan; 0 for none."""
     host = _UNLIMITED if cpu_mem is None else parse_bytes(cpu_mem, "cpu_mem")
     return _C.minimum_device_bytes(profile, host, _C.PlannerOptions(window=window))

@@ -6,31 +6,25 @@ the real one and nothing is allocated. Attention is taken as fused (no matrix of
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import (
-    flop_registry,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
 
+from autohete.planning.fake_step import StepRecorder, UnitNote, tensor_bytes
 from autohete.units import Layers, Unit, find_units
 
-# Bytes per parameter: compute dtype, moments (and masters), copy kept when only the state leaves.
-# Moments and masters are fp32 (Adam: 8 bytes, with a master 12).
-_PRECISIONS = {
-    "fp32": (torch.float32, 8, 4),
-    "bf16": (torch.bfloat16, 12, 0),
-    "fp16": (torch.float16, 12, 0),
+# Parameters' dtype; bytes per parameter of moments (and masters) and of the copy kept when only
+# the state leaves; autocast's dtype. Moments and masters are fp32 (Adam: 8 bytes, with a master
+# 12). Under autocast the parameters are their own masters: they, links and gradients are fp32.
+_PRECISIONS: dict[str, tuple[torch.dtype, int, int, torch.dtype | None]] = {
+    "fp32": (torch.float32, 8, 4, None),
+    "bf16": (torch.bfloat16, 12, 0, None),
+    "fp16": (torch.float16, 12, 0, None),
+    "autocast": (torch.float32, 8, 4, torch.bfloat16),
 }
 
 
@@ -51,6 +45,8 @@ class UnitDescription:
     activation_bytes: int = 0
     checkpoint_bytes: int = 0
     temporary_bytes: int = 0
+    half_copy_bytes: int = 0
+    """Part of activation and checkpoint bytes: parameters cast by autocast."""
     forward_flops: int = 0
     backward_flops: int = 0
     forward_traffic_bytes: int = 0
@@ -74,8 +70,10 @@ class ModelDescription:
         first = next(i for i, unit in enumerate(self.units) if unit.is_layer)
         layers = [unit for unit in self.units if unit.is_layer]
         if {unit.kind for unit in layers} != {layers[0].kind} or count < 1:
-            raise ValueError(f"with_layers: count is {count}, layers of "
-                             f"{len({unit.kind for unit in layers})} kinds, expected one kind")
+            raise ValueError(
+                f"with_layers: count is {count}, layers of "
+                f"{len({unit.kind for unit in layers})} kinds, expected one kind"
+            )
         stem = layers[0].name.rsplit(".", 1)[0]
         repeated = [replace(layers[-1], name=f"{stem}.{i}") for i in range(count)]
         rest = [unit for unit in self.units if not unit.is_layer]
@@ -106,7 +104,8 @@ def describe_model(
     Args:
         model: a Hugging Face configuration, or a module called as model(input_ids=, labels=) or as
             model(input_ids) (its output is then summed). A module's own tensors are not touched.
-        precision: "fp32", or "bf16" / "fp16" with fp32 masters.
+        precision: "fp32"; "bf16" / "fp16" with fp32 masters; or "autocast": fp32 parameters,
+            computed in bf16, where each layer's half copy is kept until its backward.
         layers: as for find_units().
 
     Raises:
@@ -117,14 +116,14 @@ def describe_model(
     for name, value in (("batch", batch), ("seq", seq)):
         if type(value) is not int or not 1 <= value <= 2**24:
             raise ValueError(f"{name} is {value!r}, expected a whole number of at least 1")
-    dtype = _PRECISIONS[precision][0]
+    dtype, *_, autocast = _PRECISIONS[precision]
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = _fake_model(model, dtype)
         units = find_units(fake, layers)
         ids = torch.zeros(batch, seq, dtype=torch.long)
-        recorder = _Recorder(fake, units)
+        recorder = StepRecorder(fake, units)
         try:
-            recorder.run(ids)
+            recorder.run(ids, autocast)
         except Exception as error:
             raise ValueError(
                 f"describe_model: {type(model).__name__} does not run on fake tensors with "
@@ -132,9 +131,13 @@ def describe_model(
                 "device instead"
             ) from error
         return ModelDescription(
-            units=[_described(unit, note, precision) for unit, note in
-                   zip(units, recorder.notes, strict=True)],
-            batch=batch, seq=seq, precision=precision,
+            units=[
+                _described(unit, note, precision)
+                for unit, note in zip(units, recorder.notes, strict=True)
+            ],
+            batch=batch,
+            seq=seq,
+            precision=precision,
             fixed_device_bytes=recorder.outside_bytes(),
             outside_flops=recorder.outside.flops[0] + recorder.outside.flops[1],
             outside_traffic_bytes=recorder.outside.traffic[0] + recorder.outside.traffic[1],
@@ -148,17 +151,16 @@ def _fake_model(model: Any, dtype: torch.dtype) -> nn.Module:
     try:
         from transformers import AutoModelForCausalLM
     except ImportError as error:
-        raise RuntimeError("planning from a configuration needs transformers; "
-                           "pip install transformers") from error
-    built: nn.Module = AutoModelForCausalLM.from_config(model)
+        raise RuntimeError(
+            "planning from a configuration needs transformers; pip install transformers"
+        ) from error
+    built: Any = AutoModelForCausalLM.from_config(model)
     built.config.use_cache = False
     return _fake_copy(built, dtype).train()
 
 
 def _fake_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy of a live module with fake tensors in place of its own; none is read."""
-    import copy
-
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         wanted = dtype if tensor.is_floating_point() else tensor.dtype
@@ -169,202 +171,29 @@ def _fake_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-@dataclass
-class _Note:
-    """What is recorded of one unit; pairs are (forward, backward)."""
-
-    flops: list[int] = field(default_factory=lambda: [0, 0])
-    traffic: list[int] = field(default_factory=lambda: [0, 0])
-    saved: dict[int, int] = field(default_factory=dict)
-    inputs: int = 0
-    temporary: int = 0
-
-
-class _Recorder(TorchDispatchMode):
-    """Runs the step and books every operation on the unit that runs."""
-
-    def __init__(self, model: nn.Module, units: list[Unit]) -> None:
-        super().__init__()
-        self._model = model
-        self.notes = [_Note() for _ in units]
-        self.outside = _Note()
-        self._of_module = {id(m): i for i, unit in enumerate(units) for m in unit.modules}
-        self._parameters = {_storage(p) for p in model.parameters()}
-        self._parameters |= {_storage(b) for b in model.buffers()}
-        self._stack: list[int] = []
-        self._current: int | None = None
-        self._backward = 0  # 0 in forward, 1 in backward
-        self._live: dict[int, int] = {}
-        self._live_bytes = 0
-        self._base = 0
-        self._kept: list[torch.Tensor] = []
-
-    # ---- the step
-    def run(self, ids: torch.Tensor) -> None:
-        handles = []
-        for module in self._model.modules():
-            if id(module) in self._of_module:
-                handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-                handles.append(module.register_forward_hook(self._leave))
-        try:
-            with self, _fused_attention(), torch.autograd.graph.saved_tensors_hooks(
-                self._pack, lambda tensor: tensor
-            ):
-                loss = _loss(self._model, ids)
-            with self:
-                self._backward, self._current = 1, None
-                loss.backward()
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def outside_bytes(self) -> int:
-        """Inputs, logits, loss and what else no unit saves."""
-        return sum(self.outside.saved.values()) + self.outside.temporary
-
-    def _note(self) -> _Note:
-        return self.outside if self._current is None else self.notes[self._current]
-
-    # ---- borders of units
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        index = self._of_module[id(module)]
-        inputs = _tensors((args, kwargs))
-        for tensor in inputs:
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(self._backward_left(index))
-        self._stack.append(index)
-        self._current = index
-        note = self.notes[index]
-        distinct = {_storage(t): t.untyped_storage().nbytes() for t in inputs
-                    if t.is_floating_point()}
-        note.inputs = max(note.inputs, sum(distinct.values()))
-        self._base = self._live_bytes
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        index = self._stack.pop()
-        for tensor in _tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(self._backward_entered(index))
-        self._current = self._stack[-1] if self._stack else None
-        self._base = self._live_bytes
-
-    def _backward_entered(self, index: int) -> Any:
-        def hook(gradient: torch.Tensor) -> None:
-            self._current = index
-            self._base = self._live_bytes
-
-        return hook
-
-    def _backward_left(self, index: int) -> Any:
-        def hook(gradient: torch.Tensor) -> None:
-            if self._current == index:
-                self._current = None
-                self._base = self._live_bytes
-
-        return hook
-
-    # ---- tensors
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        key = _storage(tensor)
-        if key not in self._parameters:
-            self._note().saved.setdefault(key, tensor.untyped_storage().nbytes())
-            self._kept.append(tensor)  # so that no other storage gets this key
-        return tensor
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        note = self._note()
-        produced = _tensors(out)
-        fresh = [t for t in produced if self._track(t)]
-        note.flops[self._backward] += _flops(func, args, kwargs or {}, out)
-        if fresh:
-            read = sum(_bytes(t) for t in _tensors((args, kwargs)))
-            note.traffic[self._backward] += read + sum(_bytes(t) for t in fresh)
-        extra = self._live_bytes - self._base
-        saved = 0 if self._backward else sum(note.saved.values())
-        note.temporary = max(note.temporary, extra - saved)
-        return out
-
-    def _track(self, tensor: torch.Tensor) -> bool:
-        """Count a storage seen for the first time until it dies."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._live or key in self._parameters:
-            return False
-        size = storage.nbytes()
-        self._live[key] = size
-        self._live_bytes += size
-        weakref.finalize(storage, self._died, key)
-        return True
-
-    def _died(self, key: int) -> None:
-        self._live_bytes -= self._live.pop(key, 0)
-
-
-def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    name = func._overloadpacket.__name__
-    if name == "_scaled_dot_product_flash_attention_for_cpu":  # not in torch's registry
-        return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
-    if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
-        return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
-    count = flop_registry.get(func._overloadpacket)
-    return 0 if count is None else int(count(*args, **kwargs, out_val=out))
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    if hasattr(tree, "to_tuple"):
-        tree = tree.to_tuple()
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    import inspect
-
-    if "labels" in inspect.signature(model.forward).parameters:
-        out = model(input_ids=ids, labels=ids)
-        return out["loss"] if isinstance(out, dict) else getattr(out, "loss", _tensors(out)[0])
-    return _tensors(model(ids))[0].float().sum()
-
-
-@contextmanager
-def _fused_attention() -> Iterator[None]:
-    """Attention dropout off, so that the fused kernel is chosen as it is on a GPU."""
-    original = nn.functional.scaled_dot_product_attention
-
-    def fused(*args: Any, **kwargs: Any) -> torch.Tensor:
-        kwargs["dropout_p"] = 0.0
-        return original(*args[:4], **kwargs)
-
-    nn.functional.scaled_dot_product_attention = fused
-    try:
-        yield
-    finally:
-        nn.functional.scaled_dot_product_attention = original
-
-
-def _described(unit: Unit, note: _Note, precision: str) -> UnitDescription:
-    _, state, master = _PRECISIONS[precision]
+def _described(unit: Unit, note: UnitNote, precision: str) -> UnitDescription:
+    _, state, master, _ = _PRECISIONS[precision]
     trainable = [p for p in unit.parameters if p.requires_grad]
     num_trainable = sum(p.numel() for p in trainable)
     saved = sum(note.saved.values())
     return UnitDescription(
-        name=unit.name, kind=unit.kind, is_layer=unit.is_layer, is_container=unit.is_container,
-        num_parameters=sum(p.numel() for p in unit.parameters), num_trainable=num_trainable,
-        param_bytes=sum(_bytes(p) for p in unit.parameters),
-        grad_bytes=sum(_bytes(p) for p in trainable),
-        state_bytes=state * num_trainable, master_bytes=master * num_trainable,
-        activation_bytes=saved, checkpoint_bytes=min(note.inputs, saved),
+        name=unit.name,
+        kind=unit.kind,
+        is_layer=unit.is_layer,
+        is_container=unit.is_container,
+        num_parameters=sum(p.numel() for p in unit.parameters),
+        num_trainable=num_trainable,
+        param_bytes=sum(tensor_bytes(p) for p in unit.parameters),
+        grad_bytes=sum(tensor_bytes(p) for p in trainable),
+        state_bytes=state * num_trainable,
+        master_bytes=master * num_trainable,
+        activation_bytes=saved,
+        # Autocast's cache keeps the half copies of recomputed layers too.
+        checkpoint_bytes=min(note.inputs + note.half_copies, saved),
+        half_copy_bytes=note.half_copies,
         temporary_bytes=note.temporary,
-        forward_flops=note.flops[0], backward_flops=note.flops[1],
-        forward_traffic_bytes=note.traffic[0], backward_traffic_bytes=note.traffic[1],
+        forward_flops=note.flops[0],
+        backward_flops=note.flops[1],
+        forward_traffic_bytes=note.traffic[0],
+        backward_traffic_bytes=note.traffic[1],
     )

@@ -1,9 +1,9 @@
-"""plan_for(): does this model fit that GPU, what leaves it, how fast will it be, what would help."""
+"""plan_for(): does this model fit that GPU, what leaves it, how fast is it, what would help."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,20 @@ from autohete.planning.profile_file import plan_to_dict
 from autohete.planning.sizes import format_bytes, parse_bytes
 from autohete.planning.table import PlanRow, format_plan, plan_rows
 
-# (layers, width, heads). The sizes in billions are GPT-2 shapes: 4096 wide as in the paper, whose 4B
-# has 21 layers; 7b and 13b are the usual 32 x 4096 and 40 x 5120.
+# (layers, width, heads). The sizes in billions are GPT-2 shapes: 4096 wide as in the paper, whose
+# 4B has 21 layers; 7b and 13b are the usual 32 x 4096 and 40 x 5120.
 PRESETS = {
-    "gpt2": (12, 768, 12), "gpt2-medium": (24, 1024, 16), "gpt2-large": (36, 1280, 20),
-    "gpt2-xl": (48, 1600, 25), "2b": (10, 4096, 32), "4b": (21, 4096, 32), "6b": (30, 4096, 32),
-    "7b": (32, 4096, 32), "10b": (50, 4096, 32), "13b": (40, 5120, 40), "18b": (90, 4096, 32),
+    "gpt2": (12, 768, 12),
+    "gpt2-medium": (24, 1024, 16),
+    "gpt2-large": (36, 1280, 20),
+    "gpt2-xl": (48, 1600, 25),
+    "2b": (10, 4096, 32),
+    "4b": (21, 4096, 32),
+    "6b": (30, 4096, 32),
+    "7b": (32, 4096, 32),
+    "10b": (50, 4096, 32),
+    "13b": (40, 5120, 40),
+    "18b": (90, 4096, 32),
     "22b": (110, 4096, 32),
 }
 
@@ -36,20 +44,22 @@ class PlanReport:
     plan: _C.Plan
     gpu_mem: int
     cpu_mem: int
-    help: dict[str, float]
-    """What would help -> step seconds then."""
+    strategy: str = "autohete"
+    gated: bool = True
+    help: dict[str, float] = field(default_factory=dict)
+    """What would help -> tokens per second then."""
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens of one optimizer step over its time."""
         repeats = self.profile.gradient_accumulation_steps
-        return repeats * self.description.tokens / self.plan.step_seconds
+        return float(repeats * self.description.tokens / self.plan.step_seconds)
 
     @property
     def model_flops_per_second(self) -> float:
         """FLOPs of forward and backward, recomputation not counted, over the step's time."""
         repeats = self.profile.gradient_accumulation_steps
-        return repeats * self.description.model_flops / self.plan.step_seconds
+        return float(repeats * self.description.model_flops / self.plan.step_seconds)
 
     @property
     def mfu(self) -> float:
@@ -59,16 +69,21 @@ class PlanReport:
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON values."""
         return {
-            "model": self.model, "gpu": self.machine.name,
+            "model": self.model,
+            "gpu": self.machine.name,
             "num_parameters": self.description.num_parameters,
-            "batch": self.description.batch, "seq": self.description.seq,
+            "batch": self.description.batch,
+            "seq": self.description.seq,
             "precision": self.description.precision,
-            "gpu_mem": self.gpu_mem, "cpu_mem": self.cpu_mem,
+            "gpu_mem": self.gpu_mem,
+            "cpu_mem": self.cpu_mem,
             "minimum_gpu_mem": minimum_gpu_mem(self.profile, self.cpu_mem),
             "tokens_per_second": self.tokens_per_second,
-            "model_tflops": self.model_flops_per_second / 1e12, "mfu": self.mfu,
+            "model_tflops": self.model_flops_per_second / 1e12,
+            "mfu": self.mfu,
             "lane_seconds": _C.lane_seconds(self.profile, self.plan),
-            "would_help": dict(self.help), "plan": plan_to_dict(self.plan),
+            "would_help": dict(self.help),
+            "plan": plan_to_dict(self.plan),
         }
 
     def to_json(self) -> str:
@@ -81,7 +96,9 @@ class PlanReport:
             f"{self.model} ({self.description.num_parameters / 1e9:.2f}B parameters) on "
             f"{self.machine.name}, batch {self.description.batch} x {self.description.seq}, "
             f"{self.description.precision}",
-            "", format_plan(plan, self.profile), "",
+            "",
+            format_plan(plan, self.profile),
+            "",
             *(reason_of(row, self.profile) for row in plan_rows(plan, self.profile)),
             "",
             f"device memory {format_bytes(plan.device_peak_bytes)} of {format_bytes(self.gpu_mem)}"
@@ -90,8 +107,10 @@ class PlanReport:
             f"{self.model_flops_per_second / 1e12:.1f} TFLOPS, MFU {self.mfu:.1%}; "
             f"the {plan.binding_lane} lane binds",
         ]
-        lines += [f"{what}: {seconds:.3f} s ({plan.step_seconds / seconds - 1:+.0%} speed)"
-                  for what, seconds in self.help.items()]
+        lines += [
+            f"{what}: {rate:,.0f} tokens/s ({rate / self.tokens_per_second - 1:+.0%})"
+            for what, rate in self.help.items()
+        ]
         return "\n".join(lines)
 
 
@@ -113,7 +132,7 @@ def reason_of(row: PlanRow, profile: _C.Profile) -> str:
 
 
 def load_model_config(model: str) -> tuple[Any, int | None]:
-    """Return (configuration to describe, number of layers to repeat) for a name or a config.json."""
+    """Return (configuration, number of layers to repeat) for a name or a config.json."""
     if model in PRESETS:
         from transformers import GPT2Config
 
@@ -121,8 +140,9 @@ def load_model_config(model: str) -> tuple[Any, int | None]:
         return GPT2Config(n_layer=2, n_embd=width, n_head=heads, n_positions=1 << 20), layers
     path = Path(model)
     if not path.is_file():
-        raise ValueError(f"model is {model!r}, expected a config.json or one of "
-                         f"{', '.join(PRESETS)}")
+        raise ValueError(
+            f"model is {model!r}, expected a config.json or one of {', '.join(PRESETS)}"
+        )
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         kind = data.pop("model_type")
@@ -167,38 +187,93 @@ def plan_for(
         overrides: fields of Machine, and `pcie`.
 
     Raises:
-        InfeasibleError: it does not fit.
+        InfeasibleError: it does not fit; with `suggest` it names a batch that would.
     """
     machine = find_machine(gpu, **overrides) if isinstance(gpu, str) else gpu
-    if isinstance(model, str):
-        description, name = describe_named(model, batch, seq, precision), model
-    else:
-        description, name = describe_model(model, batch, seq, precision), type(model).__name__
+    name = model if isinstance(model, str) else type(model).__name__
+    description = _describe(model, batch, seq, precision)
     profile = profile_on(description, machine, gradient_accumulation_steps)
     device = machine.usable_bytes if gpu_mem is None else parse_bytes(gpu_mem, "gpu_mem")
     host = machine.host_bytes if cpu_mem is None else parse_bytes(cpu_mem, "cpu_mem")
-    plan = make_plan(profile, device, host, strategy, gated=gated)
-    help_ = _what_helps(profile, device, host, strategy, gated, plan) if suggest else {}
-    return PlanReport(name, description, machine, profile, plan, device, host, help_)
+    wanted = PlanReport(
+        name, description, machine, profile, _C.Plan(), device, host, strategy, gated
+    )
+    try:
+        report = plan_report(wanted)
+    except _C.InfeasibleError as error:
+        if suggest:
+            raise _with_batch_that_fits(error, wanted, model) from None
+        raise
+    return replace(report, help=_what_helps(report, model)) if suggest else report
 
 
-def _what_helps(profile: _C.Profile, device: int, host: int, strategy: str, gated: bool,
-                plan: _C.Plan) -> dict[str, float]:
-    """Step seconds with more of one resource, where that is at least 2 % faster."""
-    faster_cpu, faster_link = _C.HardwareProfile(profile.hardware), _C.HardwareProfile(
-        profile.hardware)
+def plan_report(wanted: PlanReport) -> PlanReport:
+    """Return the report with the plan that its other fields ask for."""
+    plan = make_plan(
+        wanted.profile, wanted.gpu_mem, wanted.cpu_mem, wanted.strategy, gated=wanted.gated
+    )
+    return replace(wanted, plan=plan, help={})
+
+
+def _what_helps(report: PlanReport, model: str | Any) -> dict[str, float]:
+    """Tokens per second with more of one resource or another batch, where 2 % better or more."""
+    profile = report.profile
+    faster_cpu, faster_link = (
+        _C.HardwareProfile(profile.hardware),
+        _C.HardwareProfile(profile.hardware),
+    )
     faster_cpu.cpu_params_per_second *= 2
     faster_link.h2d_bytes_per_second *= 2
     faster_link.d2h_bytes_per_second *= 2
-    trials: dict[str, tuple[_C.Profile, int, int]] = {
-        "a quarter more device memory": (profile, device * 5 // 4, host),
-        "twice the host memory": (profile, device, host * 2),
-        "a CPU AdamW twice as fast": (_with_hardware(profile, faster_cpu), device, host),
-        "a link twice as fast": (_with_hardware(profile, faster_link), device, host),
+    trials = {
+        "a quarter more device memory": replace(report, gpu_mem=report.gpu_mem * 5 // 4),
+        "twice the host memory": replace(report, cpu_mem=report.cpu_mem * 2),
+        "a CPU AdamW twice as fast": replace(report, profile=_with_hardware(profile, faster_cpu)),
+        "a link twice as fast": replace(report, profile=_with_hardware(profile, faster_link)),
     }
-    seconds = {what: make_plan(p, d, h, strategy, gated=gated).step_seconds
-               for what, (p, d, h) in trials.items()}
-    return {what: s for what, s in seconds.items() if s < 0.98 * plan.step_seconds}
+    batch = report.description.batch
+    for other in {max(1, batch // 2), 2 * batch} - {batch}:
+        trials[f"batch {other}"] = _with_batch(report, model, other)
+    rates = {}
+    for what, trial in trials.items():
+        try:
+            rates[what] = plan_report(trial).tokens_per_second
+        except _C.InfeasibleError:
+            continue  # a larger batch
+    return {what: rate for what, rate in rates.items() if rate > 1.02 * report.tokens_per_second}
+
+
+def _with_batch(report: PlanReport, model: str | Any, batch: int) -> PlanReport:
+    description = _describe(model, batch, report.description.seq, report.description.precision)
+    repeats = report.profile.gradient_accumulation_steps
+    profile = profile_on(description, report.machine, repeats)
+    return replace(report, description=description, profile=profile)
+
+
+def _with_batch_that_fits(
+    error: _C.InfeasibleError, wanted: PlanReport, model: str | Any
+) -> _C.InfeasibleError:
+    """The same error, with the largest batch that fits in its message (powers of two)."""
+    batch = wanted.description.batch // 2
+    while batch >= 1:
+        try:
+            plan_report(_with_batch(wanted, model, batch))
+        except _C.InfeasibleError:
+            batch //= 2
+            continue
+        text = f"{error} (batch {batch} fits)"
+        break
+    else:
+        text = f"{error} (not even batch 1 fits)"
+    found = _C.InfeasibleError(text)
+    vars(found).update(vars(error))
+    return found
+
+
+def _describe(model: str | Any, batch: int, seq: int, precision: str) -> ModelDescription:
+    if isinstance(model, str):
+        return describe_named(model, batch, seq, precision)
+    return describe_model(model, batch, seq, precision)
 
 
 def _with_hardware(profile: _C.Profile, hardware: _C.HardwareProfile) -> _C.Profile:

@@ -19,25 +19,50 @@ VERSION = 1
 DEFAULT_NAME = "autohete_profile.json"
 
 _UNIT_FIELDS: dict[str, type] = {
-    "name": str, "kind": str, "num_parameters": int, "param_bytes": int, "grad_bytes": int,
-    "state_bytes": int, "master_bytes": int, "activation_bytes": int, "checkpoint_bytes": int,
-    "temporary_bytes": int, "forward_seconds": float, "backward_seconds": float,
-    "can_offload_parameters": bool, "can_recompute": bool,
+    "name": str,
+    "kind": str,
+    "num_parameters": int,
+    "param_bytes": int,
+    "grad_bytes": int,
+    "state_bytes": int,
+    "master_bytes": int,
+    "activation_bytes": int,
+    "checkpoint_bytes": int,
+    "temporary_bytes": int,
+    "forward_seconds": float,
+    "backward_seconds": float,
+    "can_offload_parameters": bool,
+    "can_recompute": bool,
 }
 _HARDWARE_FIELDS: dict[str, type] = {
-    "h2d_bytes_per_second": float, "d2h_bytes_per_second": float, "link_latency_seconds": float,
-    "cpu_params_per_second": float, "device_params_per_second": float,
-    "h2d_share_during_d2h": float, "d2h_share_during_h2d": float,
-    "copy_share_during_cpu": float, "cpu_share_during_copy": float,
-    "cpu_share_during_compute": float, "compute_share_during_cpu": float,
+    "h2d_bytes_per_second": float,
+    "d2h_bytes_per_second": float,
+    "link_latency_seconds": float,
+    "cpu_params_per_second": float,
+    "device_params_per_second": float,
+    "h2d_share_during_d2h": float,
+    "d2h_share_during_h2d": float,
+    "copy_share_during_cpu": float,
+    "cpu_share_during_copy": float,
+    "cpu_share_during_compute": float,
+    "compute_share_during_cpu": float,
 }
 _PROFILE_FIELDS: dict[str, type] = {
-    "fixed_device_bytes": int, "fixed_host_bytes": int, "gradient_accumulation_steps": int,
-    "gradients_persist": bool, "chunk_bytes": int,
+    "fixed_device_bytes": int,
+    "fixed_host_bytes": int,
+    "gradient_accumulation_steps": int,
+    "gradients_persist": bool,
+    "chunk_bytes": int,
 }
 _PLAN_FIELDS: dict[str, type] = {
-    "strategy": str, "window": int, "chunk_bytes": int, "step_seconds": float,
-    "device_peak_bytes": int, "host_bytes": int, "solver": str, "binding_lane": str,
+    "strategy": str,
+    "window": int,
+    "chunk_bytes": int,
+    "step_seconds": float,
+    "device_peak_bytes": int,
+    "host_bytes": int,
+    "solver": str,
+    "binding_lane": str,
 }
 _TIERS = {"device": _C.Tier.DEVICE, "host": _C.Tier.HOST}
 _RULES = {"keep": _C.ActivationRule.KEEP, "recompute": _C.ActivationRule.RECOMPUTE}
@@ -130,11 +155,15 @@ def load_profile(path: str | os.PathLike[str]) -> tuple[_C.Profile, _C.Plan | No
     where = os.fspath(path)
     document = _parse(Path(path).read_bytes(), where)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise ValueError(f"{where} is not an autohete profile (no format {FORMAT!r}); "
-                         "make one with make_plan() or `autohete profile`")
+        raise ValueError(
+            f"{where} is not an autohete profile (no format {FORMAT!r}); "
+            "make one with make_plan() or `autohete profile`"
+        )
     if document.get("version") != VERSION:
-        raise ValueError(f"{where} has version {document.get('version')!r}, expected {VERSION}; "
-                         "make the profile again with this autohete")
+        raise ValueError(
+            f"{where} has version {document.get('version')!r}, expected {VERSION}; "
+            "make the profile again with this autohete"
+        )
     _check_keys(document, {"format", "version", "profile", "plan"}, where)
     profile = profile_from_dict(document["profile"], f"{where}: profile")
     if document["plan"] is None:
@@ -211,13 +240,16 @@ def _run_from_dict(data: Any, first: int, where: str) -> list[_C.UnitPlan]:
     _check_keys(data, {"first", "last", *_UNIT_PLAN_FIELDS}, where)
     last = data["last"]
     if data["first"] != first or type(last) is not int or not first <= last < first + 100000:
-        raise ValueError(f"{where} covers units {data['first']} to {last!r}, expected a run that "
-                         f"starts at {first}")
+        raise ValueError(
+            f"{where} covers units {data['first']} to {last!r}, expected a run that "
+            f"starts at {first}"
+        )
     unit = _C.UnitPlan()
     for field in _UNIT_PLAN_FIELDS:
         names = _RULES if field == "activations" else _TIERS
         if data[field] not in names:
-            raise ValueError(f"{where}.{field} is {data[field]!r}, expected one of "
-                             f"{', '.join(names)}")
+            raise ValueError(
+                f"{where}.{field} is {data[field]!r}, expected one of {', '.join(names)}"
+            )
         setattr(unit, field, names[data[field]])
     return [unit] * (last - first + 1)

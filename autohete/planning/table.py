@@ -66,13 +66,20 @@ def format_plan(plan: _C.Plan, profile: _C.Profile | None = None) -> str:
     """Return the plan as a table in plain text."""
     header = ("units", "number", "activations", "parameters", "optimizer")
     lines = [header] + [
-        (row.names, str(row.count), "recomputed" if row.checkpointed else "kept",
-         row.parameters, row.optimizer)
+        (
+            row.names,
+            str(row.count),
+            "recomputed" if row.checkpointed else "kept",
+            row.parameters,
+            row.optimizer,
+        )
         for row in plan_rows(plan, profile)
     ]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip()
-            for line in lines]
+    text = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip()
+        for line in lines
+    ]
     text.append(
         f"strategy {plan.strategy}, window {plan.window}, "
         f"device {format_bytes(plan.device_peak_bytes)}, host {format_bytes(plan.host_bytes)}, "

@@ -26,9 +26,9 @@ void require(bool condition, const Parts&... parts) {
 }  // namespace autohete
 
 // An invariant of ours, checked in release builds too (all uses are outside inner loops).
-#define AH_ASSERT(condition)                                                               \
-  do {                                                                                     \
-    if (!(condition))                                                                      \
-      throw std::logic_error(::autohete::concat("autohete bug: ", #condition, " at ",      \
-                                                __FILE__, ":", __LINE__, "; please report")); \
+#define AH_ASSERT(condition)                                                                    \
+  do {                                                                                          \
+    if (!(condition))                                                                           \
+      throw std::logic_error(::autohete::concat("autohete bug: ", #condition, " at ", __FILE__, \
+                                                ":", __LINE__, "; please report"));             \
   } while (false)

@@ -227,7 +227,16 @@ void bind_hyper(py::module_& module) {
   py::class_<AdamHyper>(module, "AdamHyper", "What one update of Adam or AdamW is made with.")
       .def(py::init(make), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
            py::arg("eps"), py::arg("weight_decay"), py::arg("decoupled_decay") = true,
-           py::arg("maximize") = false, py::arg("amsgrad") = false, py::arg("grad_scale") = 1.0);
+           py::arg("maximize") = false, py::arg("amsgrad") = false, py::arg("grad_scale") = 1.0)
+      .def_readonly("lr", &AdamHyper::lr)
+      .def_readonly("beta1", &AdamHyper::beta1)
+      .def_readonly("beta2", &AdamHyper::beta2)
+      .def_readonly("eps", &AdamHyper::eps)
+      .def_readonly("weight_decay", &AdamHyper::weight_decay)
+      .def_readonly("decoupled_decay", &AdamHyper::decoupled_decay)
+      .def_readonly("maximize", &AdamHyper::maximize)
+      .def_readonly("amsgrad", &AdamHyper::amsgrad)
+      .def_readonly("grad_scale", &AdamHyper::grad_scale);
 }
 
 }  // namespace

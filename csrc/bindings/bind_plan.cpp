@@ -207,6 +207,7 @@ void bind_simulator(py::module_& module) {
       .def_readonly("step_seconds", &Simulation::step_seconds)
       .def_readonly("first_step_seconds", &Simulation::first_step_seconds)
       .def_readonly("compute_seconds", &Simulation::compute_seconds)
+      .def_readonly("gap_seconds", &Simulation::gap_seconds)
       .def_readonly("spans", &Simulation::spans);
   module.def("simulate", &simulate, py::call_guard<py::gil_scoped_release>(), py::arg("profile"),
              py::arg("plan"), py::arg("policy") = SimulationPolicy{},
@@ -243,12 +244,12 @@ void bind_planner(py::module_& module) {
       py::arg("profile"), py::arg("budgets"), py::arg("options"));
   module.def("decode_plan", &decode, py::arg("profile"), py::arg("counts"), py::arg("window"),
              py::kw_only(), py::arg("spread") = false);
-  module.def("predict_plan", &predict_plan, py::arg("profile"), py::arg("plan"),
-             py::arg("policy"));
+  module.def("predict_plan", &predict_plan, py::arg("profile"), py::arg("plan"), py::arg("policy"));
   module.def("require_within", &require_within, py::arg("profile"), py::arg("plan"),
              py::arg("budgets"));
-  module.def("finish_plan", &finish_plan, py::call_guard<py::gil_scoped_release>(), py::arg("profile"), py::arg("formulation"),
-             py::arg("counts"), py::arg("options"), py::arg("solver"));
+  module.def("finish_plan", &finish_plan, py::call_guard<py::gil_scoped_release>(),
+             py::arg("profile"), py::arg("formulation"), py::arg("counts"), py::arg("options"),
+             py::arg("solver"));
   module.def(
       "search_plan",
       [](const Profile& profile, const Budgets& budgets, const PlannerOptions& options,

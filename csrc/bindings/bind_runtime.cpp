@@ -5,8 +5,11 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+#include <iterator>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "csrc/bindings/budget_allocator.h"
 #include "csrc/bindings/torch_engine.h"
@@ -79,22 +82,21 @@ void bind_device(py::module_& module) {
           },
           py::arg("direction"), py::arg("bytes_per_second"), py::arg("latency_seconds") = 0.0,
           py::arg("duplex_factor") = 1.0)
-      .def("set_random_delays", [](HostMachine& self, std::uint64_t seed,
-                                   double max_seconds) {
+      .def("set_random_delays",
+           [](HostMachine& self, std::uint64_t seed, double max_seconds) {
              self.link(CopyDirection::kHostToDevice).set_random_delays(seed, max_seconds);
              self.link(CopyDirection::kDeviceToHost).set_random_delays(seed + 1, max_seconds);
            })
       .def("hold", [](HostMachine& self, CopyDirection d) { self.link(d).hold(); })
-      .def("release", [](HostMachine& self, CopyDirection d, std::size_t n) {
-             self.link(d).release(n);
-           })
+      .def("release",
+           [](HostMachine& self, CopyDirection d, std::size_t n) { self.link(d).release(n); })
       .def("release_all", [](HostMachine& self, CopyDirection d) { self.link(d).release_all(); })
       .def("fail_next_copies",
            [](HostMachine& self, CopyDirection d, std::size_t n) { self.link(d).fail_next(n); })
       .def("num_copies_ended",
            [](HostMachine& self, CopyDirection d) { return self.link(d).num_ended(); })
-      .def("refuse_pinning", [](HostMachine& self,
-                                std::size_t bytes) { self.store->refuse_pinning(bytes); })
+      .def("refuse_pinning",
+           [](HostMachine& self, std::size_t bytes) { self.store->refuse_pinning(bytes); })
       .def("set_poison", [](HostMachine& self, bool on) { self.store->set_poison(on); });
 }
 
@@ -111,13 +113,32 @@ py::dict counters(TorchEngine& self) {
   return out;
 }
 
-// Residency and progress in words, see csrc/runtime/unit_state.h.
-py::tuple unit_state(TorchEngine& self, int unit) {
-  static constexpr const char* kResidency[] = {"host", "uploading", "resident", "computing"};
-  static constexpr const char* kProgress[] = {"idle", "leaving", "landed", "committed", "updating"};
-  const UnitState state = self.engine().state(unit);
+// Residency, progress and events in words, see csrc/runtime/unit_state.h.
+constexpr const char* kResidency[] = {"host", "uploading", "resident", "computing"};
+constexpr const char* kProgress[] = {"idle", "leaving", "landed", "committed", "updating"};
+constexpr const char* kEvents[] = {"upload_started",   "upload_done", "acquired",
+                                   "released",         "dropped",     "gradients_ready",
+                                   "gradients_landed", "commit",      "update_done"};
+
+py::tuple in_words(UnitState state) {
   return py::make_tuple(kResidency[static_cast<int>(state.residency)],
                         kProgress[static_cast<int>(state.progress)]);
+}
+
+template <typename Words>
+int index_of(const Words& words, const std::string& word) {
+  const auto found = std::find(std::begin(words), std::end(words), word);
+  require(found != std::end(words), "unit state: ", word, " is not one");
+  return static_cast<int>(found - std::begin(words));
+}
+
+// The engine's table, for its own test: the state after an event, or None where it may not happen.
+py::object next_in_words(const std::string& residency, const std::string& progress,
+                         const std::string& event) {
+  const UnitState state{static_cast<Residency>(index_of(kResidency, residency)),
+                        static_cast<Progress>(index_of(kProgress, progress))};
+  const auto next = next_state(state, static_cast<UnitEvent>(index_of(kEvents, event)));
+  return next ? py::object(in_words(*next)) : py::none();
 }
 
 // (lane, unit, what, start_seconds, end_seconds, bytes) of everything since the last call.
@@ -150,7 +171,8 @@ void bind_engine(py::module_& module) {
            py::arg("plan"))
       .def("configure", &TorchEngine::configure, py::arg("plans"), py::arg("window"),
            py::arg("chunk_bytes"))
-      .def("leave", &TorchEngine::leave)
+      .def("leave", &TorchEngine::leave, py::arg("device"))
+      .def("bytes_to_leave", &TorchEngine::bytes_to_leave)
       .def("acquire", &TorchEngine::acquire)
       .def("release", &TorchEngine::release)
       .def("send_gradients", &TorchEngine::send_gradients)
@@ -178,7 +200,7 @@ void bind_engine(py::module_& module) {
       .def("param_bytes", [](TorchEngine& s, int unit) { return s.unit(unit).param_bytes(); })
       .def("gradient_bytes", [](TorchEngine& s, int unit) { return s.unit(unit).gradient_bytes(); })
       .def("state_bytes", [](TorchEngine& s, int unit) { return s.unit(unit).state_bytes(); })
-      .def("unit_state", &unit_state)
+      .def("unit_state", [](TorchEngine& s, int unit) { return in_words(s.engine().state(unit)); })
       .def("counters", &counters)
       .def("record_timeline", [](TorchEngine& s, bool on) { s.engine().timeline().enable(on); })
       .def("take_timeline", &take_timeline);
@@ -197,6 +219,9 @@ void bind_runtime(py::module_& module) {
     }
   });
   bind_device(module);
+  module.attr("UNIT_EVENTS") =
+      py::cast(std::vector<std::string>(std::begin(kEvents), std::end(kEvents)));
+  module.def("next_unit_state", &next_in_words);
   bind_engine(module);
 }
 

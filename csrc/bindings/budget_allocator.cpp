@@ -91,9 +91,10 @@ class BudgetAllocator final : public c10::Allocator {
   [[noreturn]] static void refuse(std::size_t bytes, const Budget& budget) {
     constexpr double kMiB = 1 << 20;
     TORCH_CHECK_WITH(OutOfMemoryError, false, "autohete host device: a tensor asked for ",
-                     bytes / kMiB, " MiB, ", budget.free() / kMiB, " MiB of gpu_mem=",
-                     budget.limit() / kMiB, " MiB were left; this step needs at least gpu_mem=",
-                     budget.used() + bytes, " bytes. ", current_account->advice);
+                     bytes / kMiB, " MiB, ", budget.free() / kMiB,
+                     " MiB of gpu_mem=", budget.limit() / kMiB,
+                     " MiB were left; this step needs at least gpu_mem=", budget.used() + bytes,
+                     " bytes. ", current_account->advice);
   }
 };
 

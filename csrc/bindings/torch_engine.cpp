@@ -30,15 +30,18 @@ TorchEngine::~TorchEngine() = default;
 
 int TorchEngine::add_unit(const std::string& name, const std::vector<at::Tensor>& parameters,
                           const std::vector<std::optional<at::Tensor>>& masters,
-                          const std::vector<bool>& updated, bool with_state, bool amsgrad, const UnitPlan& plan) {
+                          const std::vector<bool>& updated, bool with_state, bool amsgrad,
+                          const UnitPlan& plan) {
   std::vector<at::Tensor> known;
   for (const std::optional<at::Tensor>& master : masters)
     known.push_back(master.value_or(at::Tensor()));
-  units_.push_back(std::make_unique<TorchUnit>(name, parameters, known, updated, with_state, amsgrad, plan,
-                                               *handle_.store, handle_.torch_device));
+  units_.push_back(std::make_unique<TorchUnit>(name, parameters, known, updated, with_state,
+                                               amsgrad, plan, *handle_.store, handle_.torch_device,
+                                               copier()));
   versions_.push_back(0);
   users_.push_back(0);
   touched_.push_back(false);
+  gradients_touched_.push_back(false);
   return num_units() - 1;
 }
 
@@ -60,6 +63,7 @@ void TorchEngine::configure(const std::vector<UnitPlan>& plans, int window,
                             std::size_t chunk_bytes) {
   require(plans.size() == units_.size(), "plan: it has ", plans.size(), " units, expected ",
           units_.size(), " (this model's); make a new plan");
+  use_current_stream();
   synchronize();
   for (int i = 0; i < num_units(); ++i) settle(i);
   {
@@ -89,17 +93,30 @@ void TorchEngine::configure(const std::vector<UnitPlan>& plans, int window,
   if (failure) std::rethrow_exception(failure);
 }
 
-void TorchEngine::leave() {
+void TorchEngine::leave(c10::Device device) {
+  use_current_stream();
   synchronize();
-  for (int i = 0; i < num_units(); ++i) {
-    settle(i);
-    units_[i]->leave();
-  }
+  for (int i = 0; i < num_units(); ++i) settle(i);
   {
     NoGil no_gil;
     engine_.configure({}, EngineOptions{});
   }
-  units_.clear();
+  for (; !units_.empty(); units_.pop_back()) units_.back()->leave(device);
+}
+
+std::size_t TorchEngine::bytes_to_leave() const {
+  std::size_t bytes = 0;
+  for (const auto& unit : units_) {
+    if (unit->plan().parameters == Tier::kHost) bytes += unit->param_bytes();
+    if (unit->plan().optimizer_state == Tier::kHost)
+      bytes += unit->state_bytes() + unit->gradient_bytes();
+  }
+  return bytes;
+}
+
+void TorchEngine::abandon() {
+  use_current_stream();
+  engine_.abandon();
 }
 
 // CUDA: the stream the user's kernels run on is looked up when a hook runs, never kept.
@@ -110,9 +127,7 @@ void TorchEngine::use_current_stream() {
       reinterpret_cast<std::uintptr_t>(guard.getStream(handle_.torch_device).native_handle()));
 }
 
-void TorchEngine::point(int unit, const BlockPtr& block) {
-  units_[unit]->point_parameters(block);
-}
+void TorchEngine::point(int unit, const BlockPtr& block) { units_[unit]->point_parameters(block); }
 
 void TorchEngine::acquire(int index, Direction direction) {
   use_current_stream();
@@ -120,7 +135,7 @@ void TorchEngine::acquire(int index, Direction direction) {
   TorchUnit& unit = *units_.at(index);
   if (users_[index]++ == 0) {
     if (unit.adopt_replaced()) settle(index);
-    if (unit.gradients_leaving()) settle_gradients(index);  // the next backward adds to them
+    if (unit.gradients_leaving()) settle_leaving(index);  // the next backward adds to them
     versions_[index] = unit.versions();
   }
   BlockPtr block;
@@ -150,7 +165,7 @@ void TorchEngine::release(int index) {
 void TorchEngine::send(int index) {
   TorchUnit& unit = *units_[index];
   if (unit.plan().gradients != Tier::kHost || !unit.has_unsent_gradients()) return;
-  if (unit.gradients_leaving()) settle_gradients(index);
+  if (unit.gradients_leaving()) settle_leaving(index);
   std::vector<CopySegment> segments = unit.collect_gradients();
   if (!unit.gradients_leaving()) return;
   NoGil no_gil;
@@ -181,7 +196,7 @@ void TorchEngine::land(bool all) {
   for (int i = 0; i < num_units(); ++i) {
     if (!units_[i]->gradients_leaving()) continue;
     if (all) {
-      settle_gradients(i);
+      settle_leaving(i);
     } else if (engine_.gradients_landed(i)) {
       if (units_[i]->land_gradients()) send(i);
     }
@@ -189,6 +204,11 @@ void TorchEngine::land(bool all) {
 }
 
 void TorchEngine::settle_gradients(int index) {
+  settle_leaving(index);
+  gradients_touched_.at(index) = true;
+}
+
+void TorchEngine::settle_leaving(int index) {
   TorchUnit& unit = *units_.at(index);
   while (unit.gradients_leaving()) {
     {
@@ -243,28 +263,34 @@ void TorchEngine::set_group(int unit, int index, int group) {
   parameter.group = group;
 }
 
+// On CUDA kernels of the user's may still be reading or writing a touched unit's host memory, so
+// its update starts after them: they are in front of this event.
 void TorchEngine::commit(const std::vector<AdamHyper>& hypers) {
   use_current_stream();
+  const bool cuda = !handle_.torch_device.is_cpu();
   for (int i = 0; i < num_units(); ++i) {
     TorchUnit& unit = *units_[i];
     while (users_[i] > 0) release(i);
     const bool host = unit.plan().optimizer_state == Tier::kHost;
     const bool replaced = unit.adopt_replaced();
     if (!host) continue;
+    const bool kernels_pending = cuda && (replaced || touched_[i] || gradients_touched_[i]);
+    gradients_touched_[i] = false;
     if (replaced || touched_[i]) {
       settle(i);
       unit.take_edits(copier());
       touched_[i] = false;
+      gradients_touched_[i] = false;
     }
     send(i);
     std::vector<AdamSpan> spans = unit.make_spans(hypers);
     if (spans.empty()) continue;
     NoGil no_gil;
-    engine_.commit(i, [this, spans = std::move(spans)] {
-      adamw(spans.data(), spans.size(), workers_);
-    });
+    if (kernels_pending && !unit.gradients_leaving()) engine_.send_gradients(i, {});
+    engine_.commit(
+        i, [this, spans = std::move(spans)] { adamw(spans.data(), spans.size(), workers_); });
   }
-  if (handle_.torch_device.is_cpu()) update_on_device(hypers);
+  if (!cuda) update_on_device(hypers);  // on CUDA torch's own rule does it, after this
   NoGil no_gil;
   engine_.begin_iteration();
 }

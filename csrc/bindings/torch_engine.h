@@ -34,12 +34,16 @@ class TorchEngine {
   // --- set-up, with nothing in flight
   int add_unit(const std::string& name, const std::vector<at::Tensor>& parameters,
                const std::vector<std::optional<at::Tensor>>& masters,
-               const std::vector<bool>& updated, bool with_state, bool amsgrad, const UnitPlan& plan);
+               const std::vector<bool>& updated, bool with_state, bool amsgrad,
+               const UnitPlan& plan);
   // Applies a plan: moves what has to move and makes the slots. On OutOfMemory nothing has changed
   // but the slots: call again with a smaller plan.
   void configure(const std::vector<UnitPlan>& plans, int window, std::size_t chunk_bytes);
-  // Gives all tensors plain memory; the engine is empty afterwards.
-  void leave();
+  // Gives all tensors plain torch memory on `device`; the engine is empty afterwards. On
+  // out-of-memory it throws, and can be called again with another device.
+  void leave(c10::Device device);
+  // Bytes that leave(cuda) needs beyond what the device holds now.
+  std::size_t bytes_to_leave() const;
 
   // --- forward and backward
   void acquire(int unit, Direction direction);
@@ -49,7 +53,7 @@ class TorchEngine {
   void send_gradients(int unit);
   // Every unit that is still acquired or has new gradients: released and sent.
   void finish_backward();
-  void abandon() { engine_.abandon(); }
+  void abandon();
 
   // --- what the user touches
   // The unit's parameters, moments and gradients hold their newest values and nothing writes them.
@@ -79,6 +83,7 @@ class TorchEngine {
   void point(int unit, const BlockPtr& block);
   void land(bool all);
   void send(int unit);
+  void settle_leaving(int unit);
   void update_on_device(const std::vector<AdamHyper>& hypers);
   CopyAndWait copier();
 
@@ -89,6 +94,7 @@ class TorchEngine {
   std::vector<std::uint64_t> versions_;  // at acquire
   std::vector<int> users_;               // acquires without release, as seen by Python
   std::vector<bool> touched_;            // the user may have edited the parameters
+  std::vector<bool> gradients_touched_;  // the user may have edited the gradients
   Engine engine_;                        // last: its lanes stop first
 };
 

@@ -4,7 +4,6 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 
-#include <cstring>
 #include <utility>
 
 #include "csrc/base/check.h"
@@ -42,7 +41,8 @@ at::Tensor exclusive_gradient(const at::Tensor& parameter, const at::Tensor& gra
 
 TorchUnit::TorchUnit(std::string name, const std::vector<at::Tensor>& parameters,
                      const std::vector<at::Tensor>& masters, const std::vector<bool>& updated,
-                     bool with_state, bool amsgrad, const UnitPlan& plan, Store& store, c10::Device device)
+                     bool with_state, bool amsgrad, const UnitPlan& plan, Store& store,
+                     c10::Device device, const CopyAndWait& copy)
     : name_(std::move(name)), device_(device), amsgrad_(amsgrad) {
   AH_ASSERT(parameters.size() == masters.size() && parameters.size() == updated.size());
   for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -75,8 +75,7 @@ TorchUnit::TorchUnit(std::string name, const std::vector<at::Tensor>& parameters
     }
     parameter.value.move_into(newest_block(), device_);
   }
-  if (params_host_ && params_device_)
-    std::memcpy(params_host_->data(), params_device_->data(), param_bytes_);
+  take_edits(copy);
 }
 
 // The blocks a plan calls for; those there already are kept.
@@ -89,8 +88,8 @@ void TorchUnit::allocate(const UnitPlan& plan, Store& store) {
       block = store.allocate_host(bytes, concat(what, " of unit ", name_));
     }
   };
-  host(params_host_, plan.parameters == Tier::kHost || host_state, std::max(param_bytes_, kBlockAlignment),
-       "parameters");
+  host(params_host_, plan.parameters == Tier::kHost || host_state,
+       std::max(param_bytes_, kBlockAlignment), "parameters");
   host(gradients_host_, host_state, std::max(gradient_bytes_, kBlockAlignment), "gradients");
   if (plan.parameters == Tier::kHost) {
     params_device_.reset();
@@ -125,7 +124,8 @@ HomedTensor TorchUnit::state_array(std::size_t i, int index) const {
       parameter.state_offset + static_cast<std::size_t>(position) * parameter.state_array_bytes();
   const c10::Device device = state_->tier() == Tier::kHost ? c10::Device(c10::kCPU) : device_;
   const at::Tensor& value = parameter.value.tensor();
-  at::Tensor array = at::empty_strided({0}, {1}, at::TensorOptions().dtype(at::kFloat).device(device));
+  at::Tensor array =
+      at::empty_strided({0}, {1}, at::TensorOptions().dtype(at::kFloat).device(device));
   const std::size_t bytes = static_cast<std::size_t>(value.numel()) * sizeof(float);
   // Resizable, as torch's own: it is an ordinary storage again after leave().
   c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, device),
@@ -160,8 +160,8 @@ void TorchUnit::rehome(const UnitPlan& plan, Store& store, const CopyAndWait& co
   copy(state_, old_state);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     TorchParameter& parameter = parameters_[i];
-    for (HomedTensor* array : {&parameter.exp_avg, &parameter.exp_avg_sq,
-                               &parameter.max_exp_avg_sq, &parameter.master}) {
+    for (HomedTensor* array : {&parameter.exp_avg, &parameter.exp_avg_sq, &parameter.max_exp_avg_sq,
+                               &parameter.master}) {
       if (!array->defined()) continue;
       if (device_.is_cpu()) {
         array->point_at(state_);
@@ -176,13 +176,27 @@ void TorchUnit::rehome(const UnitPlan& plan, Store& store, const CopyAndWait& co
   }
 }
 
-void TorchUnit::leave() {
+void TorchUnit::leave(c10::Device device) {
+  const auto move = [&](HomedTensor& home, const BlockPtr& block) {
+    if (home.defined() && !home.replaced()) home.leave(block, device);
+    home = HomedTensor();
+  };
   for (TorchParameter& parameter : parameters_) {
-    for (HomedTensor* home : {&parameter.value, &parameter.exp_avg, &parameter.exp_avg_sq,
-                              &parameter.max_exp_avg_sq, &parameter.master}) {
-      if (home->defined() && !home->replaced()) home->leave();
+    for (HomedTensor* home :
+         {&parameter.exp_avg, &parameter.exp_avg_sq, &parameter.max_exp_avg_sq, &parameter.master})
+      move(*home, state_);
+    if (auto storage = parameter.landed.lock()) copy_out(*storage, Tier::kHost);
+    parameter.landed.reset();
+    if (!parameter.value.defined()) continue;
+    const at::Tensor value = parameter.value.tensor();
+    at::Tensor gradient = value.grad();
+    if (gradient.defined() && device != value.device()) {
+      const at::Tensor away = gradient.to(device);
+      value.mutable_grad().reset();  // torch wants them on one device at all times
+      gradient = away;
     }
-    if (auto storage = parameter.landed.lock()) copy_out(*storage);
+    move(parameter.value, newest_block());
+    value.mutable_grad() = gradient;
   }
 }
 
@@ -214,11 +228,15 @@ std::vector<CopySegment> TorchUnit::collect_gradients() {
     if (parameter.group < 0) continue;
     at::Tensor gradient = parameter.value.tensor().grad();
     if (!gradient.defined()) continue;
-    if (auto landed = parameter.landed.lock()) {
-      if (gradient.has_storage() && gradient.storage().unsafeGetStorageImpl() == landed.get())
-        continue;
-      copy_out(*landed);  // the user kept last step's gradient: it gets memory of its own
+    if (on_host(parameter, gradient)) {
+      if (!changed_on_host(parameter, gradient)) continue;
+      parameter.leaving = gradient;
+      parameter.leaving_version = gradient._version();
+      leaving_ = true;
+      continue;
     }
+    // The user kept last step's gradient: it gets memory of its own.
+    if (auto landed = parameter.landed.lock()) copy_out(*landed, Tier::kHost);
     require(gradient.scalar_type() == parameter.value.tensor().scalar_type() &&
                 gradient.layout() == at::kStrided,
             "autohete: a gradient of unit ", name_, " is ", c10::toString(gradient.scalar_type()),
@@ -243,12 +261,20 @@ bool TorchUnit::has_unsent_gradients() const {
       if (gradient._version() != parameter.leaving_version) return true;
       continue;
     }
-    const auto landed = parameter.landed.lock();
-    if (!landed || !gradient.has_storage() ||
-        gradient.storage().unsafeGetStorageImpl() != landed.get())
-      return true;
+    if (!on_host(parameter, gradient) || changed_on_host(parameter, gradient)) return true;
   }
   return false;
+}
+
+bool TorchUnit::on_host(const TorchParameter& parameter, const at::Tensor& gradient) const {
+  const auto landed = parameter.landed.lock();
+  return landed && gradient.has_storage() &&
+         gradient.storage().unsafeGetStorageImpl() == landed.get();
+}
+
+// On the host device whoever changed it has returned.
+bool TorchUnit::changed_on_host(const TorchParameter& parameter, const at::Tensor& gradient) const {
+  return !device_.is_cpu() && gradient._version() != parameter.landed_version;
 }
 
 bool TorchUnit::land_gradients() {
@@ -263,6 +289,7 @@ bool TorchUnit::land_gradients() {
     }
     c10::StorageImpl* storage = gradient.storage().unsafeGetStorageImpl();
     point_storage(*storage, gradients_host_, parameter.gradient_offset, gradient.device());
+    parameter.landed_version = gradient._version();
     parameter.landed = c10::weak_intrusive_ptr<c10::StorageImpl>(
         c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage));
   }

@@ -30,8 +30,10 @@ struct TorchParameter {
   // The gradient on its way to the host, and its version when the copy was queued.
   at::Tensor leaving;
   std::uint32_t leaving_version = 0;
-  // The gradient that points at the host block, while somebody still holds it.
+  // The gradient that points at the host block, while somebody still holds it, and its version when
+  // it came to point there.
   c10::weak_intrusive_ptr<c10::StorageImpl> landed{c10::intrusive_ptr<c10::StorageImpl>()};
+  std::uint32_t landed_version = 0;
 
   // Optimizer state, all fp32 and shaped like the parameter; undefined until made.
   std::size_t state_offset = 0;
@@ -50,8 +52,9 @@ class TorchUnit {
   // value of half parameter i (undefined: its present value, widened). `updated[i]`: the optimizer
   // has it, so its gradient gets room, and its state too with `with_state`.
   TorchUnit(std::string name, const std::vector<at::Tensor>& parameters,
-            const std::vector<at::Tensor>& masters, const std::vector<bool>& updated, bool with_state, bool amsgrad,
-            const UnitPlan& plan, Store& store, c10::Device device);
+            const std::vector<at::Tensor>& masters, const std::vector<bool>& updated,
+            bool with_state, bool amsgrad, const UnitPlan& plan, Store& store, c10::Device device,
+            const CopyAndWait& copy);
 
   const std::string& name() const { return name_; }
   const UnitPlan& plan() const { return plan_; }
@@ -65,8 +68,9 @@ class TorchUnit {
   // Moves everything to where `plan` wants it. The newest bytes must be in newest_block() and
   // nothing in flight.
   void rehome(const UnitPlan& plan, Store& store, const CopyAndWait& copy);
-  // Gives every tensor plain torch memory again.
-  void leave();
+  // Gives every tensor plain torch memory again, on `device`. On out-of-memory it throws, and can
+  // be called again (with another device).
+  void leave(c10::Device device);
 
   void point_parameters(const BlockPtr& block);
   // Newest bytes when nothing computes.
@@ -82,9 +86,11 @@ class TorchUnit {
   void take_edits(const CopyAndWait& copy);
 
   // What has to go to the host now: gradients that are new, or changed while leaving. Marks them
-  // as leaving.
+  // as leaving. A CUDA gradient that kernels changed on the host is marked without a segment: its
+  // bytes are final when those kernels are done.
   std::vector<CopySegment> collect_gradients();
-  // Some parameter has a gradient that is neither on the host nor on its way, or changed on its way.
+  // Some parameter has a gradient that is neither on the host nor on its way, or changed on its
+  // way.
   bool has_unsent_gradients() const;
   // The copies are over: gradients point at the host block from here on, and their device memory
   // is free. Returns true when some changed meanwhile and must be sent again.
@@ -107,6 +113,8 @@ class TorchUnit {
 
  private:
   void allocate(const UnitPlan& plan, Store& store);
+  bool on_host(const TorchParameter& parameter, const at::Tensor& gradient) const;
+  bool changed_on_host(const TorchParameter& parameter, const at::Tensor& gradient) const;
   HomedTensor state_array(std::size_t i, int index) const;
 
   std::string name_;

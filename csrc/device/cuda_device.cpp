@@ -119,8 +119,8 @@ class CudaDevice final : public Device {
 
   DeviceCapabilities capabilities() const override {
     const bool registered =
-        properties_.unifiedAddressing && properties_.canUseHostPointerForRegisteredMem;
-    return {properties_.name, true, registered || properties_.pageableMemoryAccess,
+        has(cudaDevAttrUnifiedAddressing) && has(cudaDevAttrCanUseHostPointerForRegisteredMem);
+    return {properties_.name, true, registered || has(cudaDevAttrPageableMemoryAccess),
             properties_.totalGlobalMem};
   }
 
@@ -136,7 +136,8 @@ class CudaDevice final : public Device {
 
   void set_compute_stream(std::uintptr_t native_stream) override {
     std::lock_guard lock(mutex_);
-    compute_streams_[std::this_thread::get_id()] = reinterpret_cast<cudaStream_t>(native_stream);
+    last_compute_stream_ = reinterpret_cast<cudaStream_t>(native_stream);
+    compute_streams_[std::this_thread::get_id()] = last_compute_stream_;
   }
 
   void copy_async(void* dst, const void* src, std::size_t bytes, StreamId id) override {
@@ -211,11 +212,19 @@ class CudaDevice final : public Device {
     cudaMemcpyKind kind;
   };
 
+  // Asked by name: the layout of cudaDeviceProp past its first members changes between CUDAs.
+  bool has(cudaDeviceAttr attribute) const {
+    int value = 0;
+    check(cudaDeviceGetAttribute(&value, attribute, index_), "cudaDeviceGetAttribute");
+    return value != 0;
+  }
+
   Stream find(StreamId id) {
     std::lock_guard lock(mutex_);
     if (id == kComputeStream) {
       const auto found = compute_streams_.find(std::this_thread::get_id());
-      return {found == compute_streams_.end() ? nullptr : found->second, cudaMemcpyDefault};
+      return {found == compute_streams_.end() ? last_compute_stream_ : found->second,
+              cudaMemcpyDefault};
     }
     require(id <= streams_.size(), "cuda device: stream is ", id, ", expected at most ",
             streams_.size(), "; streams come from create_stream()");
@@ -226,9 +235,10 @@ class CudaDevice final : public Device {
   const std::shared_ptr<Pool> pool_;
   cudaDeviceProp properties_{};
   std::atomic<std::uint64_t> next_sequence_{1};
-  std::mutex mutex_;  // guards the two below
+  std::mutex mutex_;  // guards the three below
   std::vector<Stream> streams_;
   std::unordered_map<std::thread::id, cudaStream_t> compute_streams_;
+  cudaStream_t last_compute_stream_ = nullptr;  // what a thread gets that never set one
 };
 
 }  // namespace

@@ -32,6 +32,9 @@ struct CudaStoreOptions {
   // it alive. A null address says that there is none left. Called on the allocating thread.
   std::function<std::pair<void*, std::shared_ptr<void>>(std::size_t bytes)> allocate_device;
   std::shared_ptr<Budget> device_budget;  // null: only the allocator limits
+  // Free bytes and limit of an allocator with a limit of its own, for the message when it has none
+  // left. Null: the GPU's.
+  std::function<std::pair<std::size_t, std::size_t>()> device_room{};
   std::shared_ptr<Budget> host_budget;
   bool pin = true;                               // false: host blocks are pageable
   std::function<void(const std::string&)> warn;  // told once when pinning is refused

@@ -56,10 +56,8 @@ class CudaStore final : public Store {
     }
     auto [data, owner] = options_.allocate_device(bytes);
     if (data) return std::make_shared<CudaBlock>(data, bytes, std::move(owner), std::move(charge));
-    DeviceGuard guard(options_.index);
-    std::size_t free_bytes = 0, total_bytes = 0;
-    check(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
-    refuse(what, bytes, free_bytes, total_bytes);
+    const auto [free_bytes, limit_bytes] = options_.device_room ? options_.device_room() : room();
+    refuse(what, bytes, free_bytes, limit_bytes);
   }
 
   BlockPtr allocate_host(std::size_t bytes, const std::string& what) override {
@@ -68,6 +66,13 @@ class CudaStore final : public Store {
   bool pins_host_memory() const override { return host_.pins(); }
 
  private:
+  std::pair<std::size_t, std::size_t> room() const {
+    DeviceGuard guard(options_.index);
+    std::size_t free_bytes = 0, total_bytes = 0;
+    check(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
+    return {free_bytes, total_bytes};
+  }
+
   [[noreturn]] static void refuse(const std::string& what, std::size_t bytes,
                                   std::size_t free_bytes, std::size_t limit_bytes) {
     throw_out_of_memory("device memory", what, bytes, free_bytes, limit_bytes,

@@ -67,7 +67,8 @@ class Device {
   virtual StreamId create_stream(CopyDirection direction) = 0;
 
   // CUDA: the cudaStream_t (as integer) that kComputeStream stands for from now on, for the
-  // calling thread's later record()/wait(). Ignored on the host device.
+  // calling thread's later record()/wait(), and for threads that never set one. Ignored on the host
+  // device.
   virtual void set_compute_stream(std::uintptr_t native_stream) = 0;
 
   // Queues a copy of `bytes` on `stream`; returns at once. Both ranges must stay valid until an

@@ -1,9 +1,10 @@
 #include "csrc/memory/unit_storage.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/StorageImpl.h>
 
-#include <cstring>
+#include <cstdint>
 #include <utility>
 
 #include "csrc/base/check.h"
@@ -15,21 +16,42 @@ namespace {
 // The context of a DataPtr: one reference to the block.
 void drop_reference(void* context) { delete static_cast<BlockPtr*>(context); }
 
+// A tensor shaped like `model` over `memory`: a header only.
+at::Tensor header_over(c10::DataPtr memory, const at::Tensor& model) {
+  at::Tensor header =
+      at::empty_strided({0}, {1}, model.options().device(memory.device()).requires_grad(false));
+  header.set_(c10::Storage(c10::Storage::use_byte_size_t(), model.nbytes(), std::move(memory)), 0,
+              model.sizes(), model.strides());
+  return header;
+}
+
+// Where copies have to take the bytes of a `tensor_device` tensor for: CUDA tensors that stand over
+// host memory are read and written as what they are, so that torch copies in the right direction
+// and waits, and so that memory the GPU cannot read is copied too.
+c10::Device true_device(Tier tier, c10::Device tensor_device) {
+  return tier == Tier::kHost ? c10::Device(c10::kCPU) : tensor_device;
+}
+
 }  // namespace
 
 void point_storage(c10::StorageImpl& storage, const BlockPtr& block, std::size_t offset,
                    c10::Device device) {
   auto reference = std::make_unique<BlockPtr>(block);
-  storage.set_data_ptr_noswap(c10::DataPtr(block->data() + offset, reference.release(),
-                                           &drop_reference, device));
+  storage.set_data_ptr_noswap(
+      c10::DataPtr(block->data() + offset, reference.release(), &drop_reference, device));
 }
 
-void copy_out(c10::StorageImpl& storage) {
-  const std::size_t bytes = storage.nbytes();
-  c10::Allocator* allocator = c10::GetAllocator(storage.device_type());
-  c10::DataPtr memory = allocator->allocate(bytes);
-  if (bytes > 0) allocator->copy_data(memory.mutable_get(), storage.data(), bytes);
-  storage.set_data_ptr_noswap(std::move(memory));
+void copy_out(c10::StorageImpl& storage, Tier tier) {
+  const c10::Device device = storage.device();
+  const auto bytes = static_cast<std::int64_t>(storage.nbytes());
+  const auto options = at::TensorOptions().dtype(at::kByte);
+  const at::Tensor memory = at::empty({bytes}, options.device(device));
+  if (bytes > 0) {
+    const c10::Device source = true_device(tier, device);
+    memory.copy_(header_over(c10::DataPtr(storage.mutable_data(), source), memory));
+  }
+  // The memory comes with what frees it; `memory` is left without.
+  storage.set_data_ptr_noswap(memory.storage().set_data_ptr(c10::DataPtr(nullptr, device)));
 }
 
 bool owns_its_storage(const at::Tensor& tensor) {
@@ -43,37 +65,35 @@ HomedTensor::HomedTensor(at::Tensor tensor, std::size_t offset)
 void HomedTensor::move_into(const BlockPtr& block, c10::Device device) {
   bytes_ = tensor_.nbytes();
   AH_ASSERT(offset_ + bytes_ <= block->bytes());
-  const bool same_device = tensor_.device() == device;
-  if (same_device && owns_its_storage(tensor_)) {
-    storage_ = tensor_.storage().unsafeGetStorageImpl();
-    if (bytes_ > 0) {
-      at::Tensor source = tensor_.detach();
-      at::Tensor target = at::empty_strided({0}, {1}, source.options());  // header only
-      target.set_(c10::Storage(c10::Storage::use_byte_size_t(), bytes_,
-                               c10::DataPtr(block->data() + offset_, device)),
-                  0, source.sizes(), source.strides());
-      if (target.data_ptr() != source.data_ptr()) target.copy_(source);
-    }
-    point_storage(*storage_, block, offset_, device);
-    return;
-  }
-  // A header of its own over the block; the parameter object stays the user's.
-  auto reference = std::make_unique<BlockPtr>(block);
-  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes_,
-                       c10::DataPtr(block->data() + offset_, reference.release(), &drop_reference,
-                                    device));
-  at::Tensor home = at::empty_strided({0}, {1}, tensor_.options().device(device));
+  std::byte* home = block->data() + offset_;
+  const bool keeps_storage = tensor_.device() == device && owns_its_storage(tensor_);
   const at::Tensor source =
       tensor_.is_non_overlapping_and_dense() ? tensor_.detach() : tensor_.detach().contiguous();
-  home.set_(storage, 0, source.sizes(), source.strides());
-  if (bytes_ > 0 && !tensor_.is_meta()) home.copy_(source);
-  tensor_.set_data(home);
+  if (bytes_ > 0 && !tensor_.is_meta() && source.data_ptr() != home)
+    header_over(c10::DataPtr(home, true_device(block->tier(), device)), source).copy_(source);
+  if (!keeps_storage) {
+    // A header of its own over the block; the parameter object stays the user's.
+    tensor_.set_data(header_over(c10::DataPtr(home, device), source));
+  }
   storage_ = tensor_.storage().unsafeGetStorageImpl();
+  point_storage(*storage_, block, offset_, device);
 }
 
 void HomedTensor::point_at(const BlockPtr& block) {
   if (tensor_.storage().data() == block->data() + offset_) return;
   point_storage(*storage_, block, offset_, tensor_.device());
+}
+
+void HomedTensor::leave(const BlockPtr& block, c10::Device device) {
+  if (device == tensor_.device()) {
+    copy_out(*storage_, block->tier());
+    return;
+  }
+  const c10::Device source = true_device(block->tier(), tensor_.device());
+  const at::Tensor away = at::empty_strided(tensor_.sizes(), tensor_.strides(),
+                                            tensor_.options().device(device).requires_grad(false));
+  if (bytes_ > 0) away.copy_(header_over(c10::DataPtr(block->data() + offset_, source), away));
+  tensor_.set_data(away);
 }
 
 bool HomedTensor::replaced() const {

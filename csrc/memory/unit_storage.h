@@ -17,8 +17,10 @@ namespace autohete {
 void point_storage(c10::StorageImpl& storage, const BlockPtr& block, std::size_t offset,
                    c10::Device device);
 
-// Gives the storage torch memory of its own with the same bytes.
-void copy_out(c10::StorageImpl& storage);
+// Gives the storage torch memory of its own, on its own device, with the same bytes. `tier` is
+// where they are now: a CUDA storage may stand over pinned host memory. When torch has no memory
+// left it throws and the storage is as it was.
+void copy_out(c10::StorageImpl& storage, Tier tier);
 
 // True when the storage holds exactly this tensor: no view of something larger, no gaps.
 bool owns_its_storage(const at::Tensor& tensor);
@@ -40,8 +42,9 @@ class HomedTensor {
   void move_into(const BlockPtr& block, c10::Device device);
   // Points at a block that already holds the bytes.
   void point_at(const BlockPtr& block);
-  // Gives the tensor torch memory of its own with the same bytes; it is not ours any more.
-  void leave() { copy_out(*storage_); }
+  // Gives the tensor torch memory of its own on `device` with the bytes it has in `block`; it is
+  // not ours any more. On its present device its views follow, on another one they stay behind.
+  void leave(const BlockPtr& block, c10::Device device);
   // The user gave the tensor another storage, dtype or size since move_into (p.data = x).
   bool replaced() const;
 

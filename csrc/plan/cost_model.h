@@ -12,13 +12,14 @@ namespace autohete {
 // Upper bound of the device's peak, from what the engine allocates. There always:
 //   parameter blocks of units planned on the device + window slots of the largest offloaded block
 //   + optimizer state (and, where they persist, gradients) of units updated on the device
-//   + the three largest gradients that leave (one being computed, two leaving) + fixed_device_bytes.
+//   + the three largest gradients that leave (one being computed, two leaving) +
+//   fixed_device_bytes.
 // On top, the largest over the visits of backward: what earlier units saved, all the running
 // unit's activations and temporaries, gradients that have appeared.
 std::size_t device_peak_bytes(const Profile& profile, const Plan& plan);
 
-// Pinned and ordinary host memory: state and gradients of units updated on the host, their parameter
-// blocks (or the copy kept of them when only the state is offloaded), fixed_host_bytes.
+// Pinned and ordinary host memory: state and gradients of units updated on the host, their
+// parameter blocks (or the copy kept of them when only the state is offloaded), fixed_host_bytes.
 std::size_t host_bytes(const Profile& profile, const Plan& plan);
 
 // Seconds of work per step on each lane, waits not included.

@@ -1,3 +1,5 @@
+// The whole system of rows in one place, in the order of the header, so that it can be checked
+// against it line by line; longer than other files for that.
 #include "csrc/plan/formulation.h"
 
 #include <algorithm>
@@ -272,7 +274,12 @@ class Builder {
     at_least(v.backward, Expression().add(n * b).add(v.c, f));
     at_least(v.backward, streaming(g));
     at_least(v.backward, streaming(g).add(n * b).add(v.o, -b));
-    at_least(v.backward, Expression().add(v.o, download).add(-3 * download));
+    if (download > b) {  // else the buffers never run out
+      Expression leaving;
+      leaving.add((n + 2) * b - 3 * download).add(v.o, download - b);
+      at_least(v.backward, leaving);
+      at_least(v.backward, leaving.add(v.c, f).add(v.o, -f));
+    }
   }
 
   void add_step_time() {
@@ -364,6 +371,21 @@ class Builder {
     add_queue(last, g + 1, Work::kDownload);
     at_least(out_.step, first);
     at_least(out_.step, last);
+    if (g == 0 && segment(0).count == 1) add_blocking();
+  }
+
+  // The first unit's gradients land after the gate has opened; by then the CPU has begun with
+  // another unit's, and an update is not interrupted.
+  void add_blocking() {
+    const UnitSeconds& s = seconds(0);
+    for (int h = 1; h < num_segments(); ++h) {
+      const double blocked = seconds(h).cpu_update;
+      if (blocked <= s.download) continue;
+      Expression wait = around(0, true);
+      wait.add(of_[0].o, s.forward).add(of_[0].y, s.cpu_update + s.upload_update + blocked);
+      wait.add(of_[h].y, blocked).add(-blocked);
+      at_least(out_.step, wait);
+    }
   }
 
   static constexpr double kUnlimited = 1e30;

@@ -12,8 +12,9 @@
 //   window, leaving     bytes of the device's slots, and of gradients on their way out
 //   device, host        bytes;    T seconds of a step in the steady state
 //
-// Memory rows. The device's peak is at a visit of backward; inside a segment the sum is convex in the
-// unit, so its two ends are enough (cost_model.h walks every unit and is never above these rows):
+// Memory rows. The device's peak is at a visit of backward; inside a segment the sum is convex in
+// the unit, so its two ends are enough (cost_model.h walks every unit and is never above these
+// rows):
 //   window >= w P z;   leaving >= every sum of three units' gradients among segments with y
 //   base = fixed + window + leaving + sum[ P(n-p) + S(n-o) ]  (+ sum G(n-o) if gradients persist)
 //   last unit:   device >= base + earlier and own(a(n-c) + k c) + a r + t  (+ later G(n-o) + G)
@@ -23,9 +24,11 @@
 // Time rows (f, b forward and backward, H upload, D download, U and A update on CPU and device;
 // m accumulation steps; w window; one-machine bounds "released here, due there"):
 //   F >= n f;              F >= (p-w)H;   F >= (n-o) f + (p-w)H
-//   B >= n b + c f;        B >= (p-w)H;   B >= (n-o) b + (p-w)H;   B >= (o-3)D
-//   T >= m sum(F+B) + sum (n-o)A;  T >= sum o U;  T >= m sum o D;  T >= sum[(o-p)H' + 2 m p H - w H z]
-//   and, for each segment with something to update, its own loop backward -> D2H -> update -> H2D
+//   B >= n b + c f;        B >= (p-w)H;   B >= (n-o) b + (p-w)H
+//   B >= (n-o+2) b + (o-3)D [+ (c-o) f]   where D > b: three gradient buffers
+//   T >= m sum(F+B) + sum (n-o)A;  T >= sum o U;  T >= m sum o D;  T >= sum[(o-p)H' + 2 m p H - w H
+//   z] and, for each segment with something to update, its own loop backward -> D2H -> update ->
+//   H2D
 //   -> forward, behind the work of earlier segments. Ungated (updates start during backward):
 //     X in {U, H'}, X' the other:
 //     T >= (m-1)sum(F+B) + later(F+B) + o(f+b) + x f + earlier(o X) + y(D+X+X')
@@ -36,6 +39,8 @@
 //     T >= (m-1)sum(F+B) + sum B + later F + y f + earlier and own(o X) + y X'
 //     T >= (m-1)sum(F+B) + later(F+B) + o(f+b) + y(D+U+H')
 //     T >= (m-1)sum(F+B) + later(F+B) + y(f+b) + earlier and own(o D) + y(U+H')
+//     if the first segment is one unit, for each other segment h with a longer update than its D:
+//     T >= (m-1)sum(F+B) + sum B + later F + o f + y(U+H') + U_h (y + y_h - 1)
 // The objective is T + 1e-6 (sum of counts) / (sum of units): of equal times, the smaller counts.
 //
 // Numbers are scaled: bytes by device_scale / host_scale, seconds by time_scale.
@@ -76,7 +81,7 @@ struct Bound {
 struct Formulation {
   std::vector<Segment> segments;
   std::vector<Variable> variables;  // c, p, o of segment 0, of segment 1, ...; then auxiliary ones
-  std::vector<Bound> bounds;  // each after the bounds of what it mentions; p <= o bounds o
+  std::vector<Bound> bounds;        // each after the bounds of what it mentions; p <= o bounds o
   int device = 0, host = 0, step = 0;  // indices of variables
   double device_scale = 1, host_scale = 1, time_scale = 1;
   double tie_break = 0;  // cost of one count
@@ -99,8 +104,8 @@ std::vector<double> objective(const Formulation& formulation, Goal goal);
 std::vector<double> evaluate(const Formulation& formulation,
                              const std::vector<SegmentCounts>& counts);
 
-// True when evaluated values are within the budgets, rounding of sums forgiven (a tenth of a byte in
-// a terabyte).
+// True when evaluated values are within the budgets, rounding of sums forgiven (a tenth of a byte
+// in a terabyte).
 bool within_budgets(const Formulation& formulation, const std::vector<double>& values);
 
 // Counts from a solver's values, rounded to integers.

@@ -1,7 +1,7 @@
 // The order of work, shared by the engine's scheduler and the simulator.
 //
-// A step walks the units forward (0 .. n-1) and then backward (n-1 .. 0); the next step starts over.
-// So the walk is a circle of 2n visits, and what is needed soonest is what comes first on it:
+// A step walks the units forward (0 .. n-1) and then backward (n-1 .. 0); the next step starts
+// over. So the walk is a circle of 2n visits, and what is needed soonest is what comes first on it:
 //   - parameter prefetch: the unit with the nearest next visit;
 //   - gradients leaving the device and CPU updates: the smallest unit index, because the next
 //     forward asks for unit 0 first (earliest deadline first).

@@ -15,18 +15,18 @@ enum class ActivationRule : std::uint8_t { kKeep, kRecompute };
 
 // One unit as the planner sees it. Units of one `kind` are identical layers.
 struct UnitProfile {
-  std::string name;                 // "transformer.h.3"
-  std::string kind;                 // equal strings: equal layers
-  std::int64_t num_parameters = 0;  // trainable and frozen
-  std::size_t param_bytes = 0;      // in the dtype the device computes with
-  std::size_t grad_bytes = 0;       // trainable ones
-  std::size_t state_bytes = 0;      // moments, and fp32 masters in the half regime
-  std::size_t master_bytes = 0;     // fp32 copy the host keeps when only the state is offloaded
-  std::size_t activation_bytes = 0; // kept for backward without checkpointing
-  std::size_t checkpoint_bytes = 0; // kept for backward with checkpointing (its inputs)
-  std::size_t temporary_bytes = 0;  // largest extra inside its own forward or backward
+  std::string name;                  // "transformer.h.3"
+  std::string kind;                  // equal strings: equal layers
+  std::int64_t num_parameters = 0;   // trainable and frozen
+  std::size_t param_bytes = 0;       // in the dtype the device computes with
+  std::size_t grad_bytes = 0;        // trainable ones
+  std::size_t state_bytes = 0;       // moments, and fp32 masters in the half regime
+  std::size_t master_bytes = 0;      // fp32 copy the host keeps when only the state is offloaded
+  std::size_t activation_bytes = 0;  // kept for backward without checkpointing
+  std::size_t checkpoint_bytes = 0;  // kept for backward with checkpointing (its inputs)
+  std::size_t temporary_bytes = 0;   // largest extra inside its own forward or backward
   double forward_seconds = 0;
-  double backward_seconds = 0;      // without the recomputed forward
+  double backward_seconds = 0;         // without the recomputed forward
   bool can_offload_parameters = true;  // false: it contains other units
   bool can_recompute = true;           // false: embedding, head, containers
 };
@@ -34,14 +34,14 @@ struct UnitProfile {
 struct HardwareProfile {
   double h2d_bytes_per_second = 0;
   double d2h_bytes_per_second = 0;
-  double link_latency_seconds = 0;       // per chunk
-  double cpu_params_per_second = 0;      // CPU AdamW, all workers
-  double device_params_per_second = 0;   // AdamW on the device
+  double link_latency_seconds = 0;      // per chunk
+  double cpu_params_per_second = 0;     // CPU AdamW, all workers
+  double device_params_per_second = 0;  // AdamW on the device
   // Contention, as the share of its full rate that the first keeps while the second is busy.
   double h2d_share_during_d2h = 1;
   double d2h_share_during_h2d = 1;
-  double copy_share_during_cpu = 1;  // both directions, while the CPU updates
-  double cpu_share_during_copy = 1;  // while either direction copies
+  double copy_share_during_cpu = 1;     // both directions, while the CPU updates
+  double cpu_share_during_copy = 1;     // while either direction copies
   double cpu_share_during_compute = 1;  // below 1 where the device computes on the same cores
   double compute_share_during_cpu = 1;
 };
@@ -79,8 +79,8 @@ struct Plan {
   double step_seconds = 0;
   std::size_t device_peak_bytes = 0;
   std::size_t host_bytes = 0;
-  std::string solver;         // "glpk" or "enumeration"
-  std::string binding_lane;   // "compute", "h2d", "d2h", "cpu"
+  std::string solver;        // "glpk" or "enumeration"
+  std::string binding_lane;  // "compute", "h2d", "d2h", "cpu"
 };
 
 }  // namespace autohete

@@ -52,12 +52,12 @@ void require_feasible(const Profile& profile, const Budgets& budgets,
   const std::size_t host = minimum_host_bytes(profile, budgets.device_bytes, options);
   const char* binding = device == 0 ? (host == 0 ? "gpu_mem and cpu_mem" : "cpu_mem")
                                     : (host == 0 ? "gpu_mem" : "gpu_mem or cpu_mem");
-  throw InfeasibleError(
-      concat("make_plan: gpu_mem is ", budgets.device_bytes, " and cpu_mem is ",
-             budgets.host_bytes, " bytes, expected room for a plan; ", binding, " must grow: ",
-             smallest("gpu_mem", device, "cpu_mem"), ", ", smallest("cpu_mem", host, "gpu_mem"),
-             "; raise it, or use a smaller batch or shorter sequences"),
-      device, host, binding);
+  throw InfeasibleError(concat("make_plan: gpu_mem is ", budgets.device_bytes, " and cpu_mem is ",
+                               budgets.host_bytes, " bytes, expected room for a plan; ", binding,
+                               " must grow: ", smallest("gpu_mem", device, "cpu_mem"), ", ",
+                               smallest("cpu_mem", host, "gpu_mem"),
+                               "; raise it, or use a smaller batch or shorter sequences"),
+                        device, host, binding);
 }
 
 void predict_plan(const Profile& profile, Plan& plan, const SimulationPolicy& policy) {
@@ -98,8 +98,9 @@ Plan make_plan(const Profile& profile, const Budgets& budgets, const PlannerOpti
   const SearchResult result = search(formulation, Goal::kStepSeconds, limits, interrupted);
   if (!result.found) {
     require_feasible(profile, budgets, options);
-    throw std::runtime_error("make_plan: the limits ended the search before a plan was found; "
-                             "allow more time or use the GLPK solver");
+    throw std::runtime_error(
+        "make_plan: the limits ended the search before a plan was found; "
+        "allow more time or use the GLPK solver");
   }
   return finish_plan(profile, formulation, result.counts, options,
                      result.optimal ? "enumeration" : "enumeration, stopped at its limit");

@@ -3,8 +3,9 @@
 // GLPK is GPLv3, so this file is a module of its own that the rest never links: autohete.planning
 // loads it on demand and falls back to the built-in exact search without it.
 //
-// GLPK aborts the whole process on a bad index or a duplicate one and silently computes with NaN, so
-// everything is checked first. A problem is made, solved and freed inside one call on one thread.
+// GLPK aborts the whole process on a bad index or a duplicate one and silently computes with NaN,
+// so everything is checked first. A problem is made, solved and freed inside one call on one
+// thread.
 #include <glpk.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -177,7 +178,7 @@ Solution solve_unlocked(const Problem& problem, double seconds, bool& interrupte
 py::tuple solve(std::vector<double> cost, std::vector<double> upper, std::vector<bool> is_integer,
                 std::vector<int> row_starts, std::vector<int> columns, std::vector<double> values,
                 std::vector<double> row_lower, double seconds) {
-  const Problem problem{std::move(cost),    std::move(upper),  std::move(is_integer),
+  const Problem problem{std::move(cost),       std::move(upper),   std::move(is_integer),
                         std::move(row_starts), std::move(columns), std::move(values),
                         std::move(row_lower)};
   validate(problem, seconds);

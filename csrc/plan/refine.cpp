@@ -11,6 +11,10 @@ namespace {
 
 constexpr double kWorthwhile = 1 - 1e-6;  // shorter by less than this is a tie
 
+// What gives way when a move no longer fits: recomputing in any segment, or what the largest
+// segment offloads.
+enum class Repair { kRecompute, kParameters, kState };
+
 struct Candidate {
   std::vector<SegmentCounts> counts;
   Spacing spacing = Spacing::kTrailing;
@@ -19,8 +23,14 @@ struct Candidate {
 class Climber {
  public:
   Climber(const Profile& profile, const Formulation& formulation, const PlannerOptions& options)
-      : profile_(profile), formulation_(formulation), options_(options) {
+      : profile_(profile),
+        formulation_(formulation),
+        options_(options),
+        limit_(options.max_simulations) {
     policy_.gated = options.gated;
+    for (std::size_t g = 0; g < formulation.segments.size(); ++g) {
+      if (formulation.segments[g].count > formulation.segments[main_].count) main_ = g;
+    }
   }
 
   Plan climb(const std::vector<SegmentCounts>& start) {
@@ -29,9 +39,11 @@ class Climber {
     best_.counts = start;
     attempt({start, Spacing::kTrailing});
     attempt({start, Spacing::kSpread});
-    int largest = 1;
-    for (const Segment& segment : formulation_.segments) largest = std::max(largest, segment.count);
+    const int largest = formulation_.segments[main_].count;
     for (int stride = std::max(1, largest / 8); stride >= 1; stride /= 2) {
+      // Coarse moves may use half of what is left, so that fine ones get their turn.
+      const int left = options_.max_simulations - simulations_;
+      limit_ = stride > 1 ? simulations_ + left / 2 : options_.max_simulations;
       while (!spent() && try_neighbours(stride)) {
       }
     }
@@ -43,31 +55,44 @@ class Climber {
     return decode_plan(profile_, formulation_.segments, best_.counts, options_.window,
                        best_.spacing);
   }
-  bool spent() const { return simulations_ >= options_.max_simulations; }
+  bool spent() const { return simulations_ >= limit_; }
 
-  // All single moves of `stride` from the best; true when one of them was better.
+  // Moves of `stride` from the best, each made to fit in one of three ways; true when one was
+  // better.
   bool try_neighbours(int stride) {
-    const Candidate from = best_;
     const double before = best_seconds_;
-    for (std::size_t g = 0; g < from.counts.size(); ++g) {
-      for (const int move : {-stride, stride}) {
-        for (int SegmentCounts::*count :
-             {&SegmentCounts::state, &SegmentCounts::parameters, &SegmentCounts::recompute}) {
-          Candidate next = from;
-          next.counts[g].*count += move;
-          attempt(std::move(next));
-        }
-        Candidate both = from;
-        both.counts[g].state += move;
-        both.counts[g].parameters += move;
-        attempt(std::move(both));
+    Candidate other = best_;
+    other.spacing = other.spacing == Spacing::kSpread ? Spacing::kTrailing : Spacing::kSpread;
+    attempt(std::move(other));
+    const Candidate from = best_;
+    for (const Repair repair : {Repair::kRecompute, Repair::kParameters, Repair::kState}) {
+      for (std::size_t g = 0; g < from.counts.size(); ++g) {
+        const int move = std::min(stride, formulation_.segments[g].count);
+        try_moves(from, g, -move, repair);
+        try_moves(from, g, move, repair);
       }
     }
     return best_seconds_ < before;
   }
 
-  void attempt(Candidate candidate) {
-    if (spent() || !repair(candidate) || !tried_.insert(signature(candidate)).second) return;
+  void try_moves(const Candidate& from, std::size_t g, int move, Repair repair) {
+    const auto moved = [&](int recompute, int parameters, int state) {
+      Candidate next = from;
+      next.counts[g].recompute += recompute;
+      next.counts[g].parameters += parameters;
+      next.counts[g].state += state;
+      attempt(std::move(next), repair);
+    };
+    moved(0, 0, move);
+    moved(0, move, 0);
+    moved(0, move, move);
+    // Where recomputation is what is adjusted, moving it would be undone.
+    if (repair != Repair::kRecompute) moved(move, 0, 0);
+  }
+
+  void attempt(Candidate candidate, Repair repair = Repair::kRecompute) {
+    if (spent() || !make_fit(candidate, repair)) return;
+    if (!tried_.insert(signature(candidate)).second) return;
     const Plan plan = decode_plan(profile_, formulation_.segments, candidate.counts,
                                   options_.window, candidate.spacing);
     ++simulations_;
@@ -77,30 +102,51 @@ class Climber {
     best_ = std::move(candidate);
   }
 
-  // Within the limits of every count and the budgets, recomputing no more than memory asks for.
-  bool repair(Candidate& candidate) const {
-    for (std::size_t g = 0; g < candidate.counts.size(); ++g) {
+  bool allowed(const std::vector<SegmentCounts>& counts) const {
+    for (std::size_t g = 0; g < counts.size(); ++g) {
       const Segment& segment = formulation_.segments[g];
-      const SegmentCounts& c = candidate.counts[g];
+      const SegmentCounts& c = counts[g];
       if (c.recompute < 0 || c.recompute > segment.max_recompute) return false;
       if (c.state < 0 || c.state > segment.max_state) return false;
-      if (c.parameters < 0 || c.parameters > std::min(c.state, segment.max_parameters)) return false;
-    }
-    for (std::size_t g = 0; g < candidate.counts.size(); ++g) recompute_least(candidate, g);
-    return fits(candidate.counts);
-  }
-  // The smallest count of recomputed units that fits; all of them where none does.
-  void recompute_least(Candidate& candidate, std::size_t g) const {
-    int low = 0, high = formulation_.segments[g].max_recompute;
-    while (low < high) {
-      candidate.counts[g].recompute = low + (high - low) / 2;
-      if (fits(candidate.counts)) {
-        high = candidate.counts[g].recompute;
-      } else {
-        low = candidate.counts[g].recompute + 1;
+      if (c.parameters < 0 || c.parameters > std::min(c.state, segment.max_parameters)) {
+        return false;
       }
     }
-    candidate.counts[g].recompute = low;
+    return true;
+  }
+
+  // Brings a candidate within the budgets by one kind of count; false when that cannot be done.
+  bool make_fit(Candidate& candidate, Repair repair) const {
+    if (!allowed(candidate.counts)) return false;
+    if (repair == Repair::kRecompute) {
+      for (std::size_t g = 0; g < candidate.counts.size(); ++g) {
+        const int most = formulation_.segments[g].max_recompute;
+        least_that_fits(candidate, most, candidate.counts[g].recompute);
+      }
+    } else {
+      const Segment& segment = formulation_.segments[main_];
+      SegmentCounts& counts = candidate.counts[main_];
+      if (repair == Repair::kState)
+        least_that_fits(candidate, segment.max_state, counts.state, counts.state);
+      const int most = std::min(counts.state, segment.max_parameters);
+      const int least = repair == Repair::kState ? 0 : counts.parameters;
+      least_that_fits(candidate, most, counts.parameters, least);
+    }
+    return allowed(candidate.counts) && fits(candidate.counts);
+  }
+
+  // Sets `count`, one of the candidate's, to the smallest of least .. most that fits; most if none.
+  void least_that_fits(Candidate& candidate, int most, int& count, int least = 0) const {
+    int low = least, high = std::max(least, most);
+    while (low < high) {
+      count = low + (high - low) / 2;
+      if (fits(candidate.counts)) {
+        high = count;
+      } else {
+        low = count + 1;
+      }
+    }
+    count = low;
   }
   bool fits(const std::vector<SegmentCounts>& counts) const {
     return within_budgets(formulation_, evaluate(formulation_, counts));
@@ -118,10 +164,12 @@ class Climber {
   const Formulation& formulation_;
   const PlannerOptions& options_;
   SimulationPolicy policy_;
+  std::size_t main_ = 0;  // the longest segment
   std::set<std::vector<int>> tried_;
   Candidate best_;
   double best_seconds_ = std::numeric_limits<double>::infinity();
   int simulations_ = 0;
+  int limit_ = 0;  // of simulations, for now
 };
 
 }  // namespace

@@ -1,7 +1,7 @@
-// Exact search for the best counts, without a solver library: boxes of counts are bounded by interval
-// arithmetic over the formulation's rows, the most promising box is halved first, and a box that
-// cannot beat the best point found is dropped. It visits every point it cannot exclude, so the
-// result is the optimum of the very objective that GLPK gets, unless a limit stopped it.
+// Exact search for the best counts, without a solver library: boxes of counts are bounded by
+// interval arithmetic over the formulation's rows, the most promising box is halved first, and a
+// box that cannot beat the best point found is dropped. It visits every point it cannot exclude, so
+// the result is the optimum of the very objective that GLPK gets, unless a limit stopped it.
 //
 // Cost: milliseconds for one run of layers between an embedding and a head; grows quickly with the
 // number of different runs (use GLPK there). Deterministic: ties go to the box made first.

@@ -10,8 +10,7 @@ bool same_layer(const UnitProfile& a, const UnitProfile& b) {
          a.grad_bytes == b.grad_bytes && a.state_bytes == b.state_bytes &&
          a.master_bytes == b.master_bytes && a.activation_bytes == b.activation_bytes &&
          a.checkpoint_bytes == b.checkpoint_bytes && a.temporary_bytes == b.temporary_bytes &&
-         a.can_offload_parameters == b.can_offload_parameters &&
-         a.can_recompute == b.can_recompute;
+         a.can_offload_parameters == b.can_offload_parameters && a.can_recompute == b.can_recompute;
 }
 
 Segment start_segment(const Profile& profile, int index) {

@@ -1,9 +1,11 @@
+// One state machine over one set of members, so one file: lanes, walk, gradients, parameters.
 #include "csrc/plan/simulator.h"
 
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <set>
 #include <utility>
 
@@ -37,12 +39,12 @@ struct UnitState {
   double backward = 0;  // recomputed forward included
   int chunks_up = 1;
   int chunks_down = 1;
-  int downloads = 0;         // finished
-  int updates = 0;           // on the CPU, finished
-  int uploads = 0;           // after an update, finished
-  bool resident = false;     // in a slot, current
-  bool loading = false;      // in a slot, on its way
-  double up_remaining = 0;    // of an overtaken copy; 0: none
+  int downloads = 0;        // finished
+  int updates = 0;          // on the CPU, finished
+  int uploads = 0;          // after an update, finished
+  bool resident = false;    // in a slot, current
+  bool loading = false;     // in a slot, on its way
+  double up_remaining = 0;  // of an overtaken copy; 0: none
   double down_remaining = 0;
 };
 
@@ -52,7 +54,10 @@ using Queue = std::set<std::pair<long long, int>>;  // (key, unit)
 class Simulator {
  public:
   Simulator(const Profile& profile, const Plan& plan, const SimulationPolicy& policy, bool keep)
-      : hardware_(profile.hardware), policy_(policy), window_(plan.window), keep_(keep),
+      : hardware_(profile.hardware),
+        policy_(policy),
+        window_(plan.window),
+        keep_(keep),
         repeats_(profile.gradient_accumulation_steps) {
     for (std::size_t i = 0; i < plan.units.size(); ++i) {
       units_.push_back(unit_state(profile, plan, static_cast<int>(i)));
@@ -132,6 +137,7 @@ class Simulator {
     const UnitState& unit = units_[visited_unit()];
     switch (action()) {
       case Action::kForward:
+        if (visit_ == 0 && repeat_ == 0 && step_ > 0) gaps_.push_back(now_ - step_ended_);
         begin(compute(), visited_unit(), "forward", unit.seconds.forward);
         break;
       case Action::kBackward:
@@ -189,6 +195,7 @@ class Simulator {
     if (last_repeat()) {
       repeat_ = 0;
       ++step_;
+      step_ended_ = now_;
     } else {
       ++repeat_;
     }
@@ -196,8 +203,9 @@ class Simulator {
 
   // ---- gradients down, then updates
   bool start_download() {
-    if (d2h().busy) return overtake(d2h(), policy_.preempt_downloads && !downloads_.empty() &&
-                                               downloads_.begin()->first < key(d2h().unit));
+    if (d2h().busy)
+      return overtake(d2h(), policy_.preempt_downloads && !downloads_.empty() &&
+                                 downloads_.begin()->first < key(d2h().unit));
     if (downloads_.empty() || (policy_.synchronous_moves && compute().busy)) return false;
     const int k = downloads_.begin()->second;
     downloads_.erase(downloads_.begin());
@@ -285,9 +293,7 @@ class Simulator {
     const bool missing = units_[k].host_parameters && !units_[k].resident;
     return missing && !is_loading_now(k) && current_on_host(k) ? k : -1;
   }
-  bool is_loading_now(int k) const {
-    return h2d().busy && h2d().unit == k;
-  }
+  bool is_loading_now(int k) const { return h2d().busy && h2d().unit == k; }
   // The units the window should hold, nearest first: the running one and the next on the walk.
   std::vector<int> wanted() const {
     std::vector<int> units;
@@ -429,16 +435,22 @@ class Simulator {
     if (lane == 1 && !unit.host_parameters) uploads_.insert({key(was.unit), was.unit});
   }
 
+  static double mean_of_second_half(const std::vector<double>& values) {
+    const auto half = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+    return std::accumulate(half, values.end(), 0.0) / static_cast<double>(values.end() - half);
+  }
+
   Simulation result() {
     Simulation out;
     const std::size_t steps = backward_ends_.size(), half = steps / 2;
     out.first_step_seconds = backward_ends_[0];
-    out.step_seconds = (backward_ends_[steps - 1] - backward_ends_[half - 1]) /
-                       static_cast<double>(steps - half);
+    out.step_seconds =
+        (backward_ends_[steps - 1] - backward_ends_[half - 1]) / static_cast<double>(steps - half);
     for (const UnitState& unit : units_) {
       out.compute_seconds += repeats_ * (unit.seconds.forward + unit.backward);
       if (!unit.host_state) out.compute_seconds += unit.seconds.device_update;
     }
+    out.gap_seconds = mean_of_second_half(gaps_);
     out.spans = std::move(spans_);
     return out;
   }
@@ -454,12 +466,13 @@ class Simulator {
   std::array<Running, 4> lanes_;
   double now_ = 0;
   int step_ = 0, repeat_ = 0, visit_ = 0;
-  int gates_open_ = 0;   // steps whose updates may start
-  int leaving_ = 0;      // gradients computed and not yet on the host
+  int gates_open_ = 0;  // steps whose updates may start
+  int leaving_ = 0;     // gradients computed and not yet on the host
   int slots_taken_ = 0;
   long long arrivals_ = 0;
   Queue downloads_, arrived_, uploads_;
-  std::vector<double> backward_ends_;
+  std::vector<double> backward_ends_, gaps_;
+  double step_ended_ = 0;
   std::vector<SimulatedSpan> spans_;
 };
 
@@ -471,8 +484,8 @@ Simulation simulate(const Profile& profile, const Plan& plan, const SimulationPo
   validate(profile, plan);
   require(policy.steps >= 3 && policy.steps <= 1000, "simulate: steps is ", policy.steps,
           ", expected 3 .. 1000");
-  require(policy.gradient_buffers >= 1, "simulate: gradient_buffers is ",
-          policy.gradient_buffers, ", expected at least 1");
+  require(policy.gradient_buffers >= 1, "simulate: gradient_buffers is ", policy.gradient_buffers,
+          ", expected at least 1");
   return Simulator(profile, plan, policy, keep_spans).run();
 }
 

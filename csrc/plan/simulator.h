@@ -18,13 +18,13 @@
 namespace autohete {
 
 struct SimulationPolicy {
-  bool gated = true;              // updates start when the step's whole backward has ended
-  bool priority_order = true;     // false: first in, first out on every lane
-  bool iteration_barrier = false; // the next forward waits for all updates and their uploads
-  bool synchronous_moves = false; // nothing is copied while the device computes
-  bool preempt_downloads = false; // a smaller unit's gradients overtake between chunks
-  int gradient_buffers = 3;       // units whose gradients are on the device on their way out
-  int steps = 6;                  // simulated; at least 3
+  bool gated = true;               // updates start when the step's whole backward has ended
+  bool priority_order = true;      // false: first in, first out on every lane
+  bool iteration_barrier = false;  // the next forward waits for all updates and their uploads
+  bool synchronous_moves = false;  // nothing is copied while the device computes
+  bool preempt_downloads = false;  // a smaller unit's gradients overtake between chunks
+  int gradient_buffers = 3;        // units whose gradients are on the device on their way out
+  int steps = 6;                   // simulated; at least 3
 };
 
 enum class SimulatedLane { kCompute, kH2d, kD2h, kCpu };
@@ -41,6 +41,9 @@ struct Simulation {
   double step_seconds = 0;        // mean period of the second half of the steps
   double first_step_seconds = 0;  // until the first step's backward has ended
   double compute_seconds = 0;     // of one step; the rest of step_seconds the device waits
+  // Mean wait between the end of a step's compute (device updates included) and the first forward
+  // of the next one, over the second half of the steps.
+  double gap_seconds = 0;
   std::vector<SimulatedSpan> spans;  // of all steps, in order of their ends; empty unless asked for
 };
 

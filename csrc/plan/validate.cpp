@@ -55,8 +55,7 @@ void validate(const HardwareProfile& hardware) {
   require_rate("d2h_bytes_per_second", hardware.d2h_bytes_per_second);
   require_rate("cpu_params_per_second", hardware.cpu_params_per_second);
   require_rate("device_params_per_second", hardware.device_params_per_second);
-  require_seconds("profile.hardware", "link_latency_seconds",
-                  hardware.link_latency_seconds);
+  require_seconds("profile.hardware", "link_latency_seconds", hardware.link_latency_seconds);
   require_share("h2d_share_during_d2h", hardware.h2d_share_during_d2h);
   require_share("d2h_share_during_h2d", hardware.d2h_share_during_h2d);
   require_share("copy_share_during_cpu", hardware.copy_share_during_cpu);
@@ -95,9 +94,8 @@ void validate(const Profile& profile, const Plan& plan) {
     const std::string& name = profile.units[i].name;
     require(unit.gradients == unit.optimizer_state, "plan unit '", name,
             "': gradients and optimizer_state differ, expected the same tier");
-    require(unit.parameters == Tier::kDevice || unit.optimizer_state == Tier::kHost,
-            "plan unit '", name,
-            "': parameters are on the host, expected optimizer_state there too");
+    require(unit.parameters == Tier::kDevice || unit.optimizer_state == Tier::kHost, "plan unit '",
+            name, "': parameters are on the host, expected optimizer_state there too");
     require(unit.parameters == Tier::kDevice || profile.units[i].can_offload_parameters,
             "plan unit '", name, "': its parameters cannot leave the device");
     require(unit.activations == ActivationRule::kKeep || profile.units[i].can_recompute,

@@ -39,8 +39,11 @@ void Engine::configure(std::vector<UnitBlocks> units, EngineOptions options) {
     }
     units_.push_back(std::move(unit));
   }
-  for (int i = 0; i < std::min(options.window, offloaded_units); ++i)
-    slots_.push_back(Slot{store_.allocate_device(slot_bytes, "a parameter slot"), -1, Event{}});
+  // Kernels queued earlier may still use memory that the allocator has given again.
+  for (int i = 0; i < std::min(options.window, offloaded_units); ++i) {
+    BlockPtr block = store_.allocate_device(slot_bytes, "a parameter slot");
+    slots_.push_back(Slot{std::move(block), -1, device_.record(kComputeStream)});
+  }
   if (!upload_lane_ || options.chunk_bytes != chunk_bytes_) {
     upload_lane_ = std::make_unique<TransferLane>(device_, CopyDirection::kHostToDevice,
                                                   options.chunk_bytes, &timeline_);
@@ -149,8 +152,8 @@ BlockPtr Engine::release(int index, bool edited) {
   bool home = false;
   std::exception_ptr error;
   CopyJob job;
-  job.segments = {{unit.blocks.params_host->data(), slots_[unit.slot].block->data(),
-                   unit.blocks.param_bytes}};
+  job.segments = {
+      {unit.blocks.params_host->data(), slots_[unit.slot].block->data(), unit.blocks.param_bytes}};
   job.unit = index;
   job.after = last_use;
   job.done = [&](std::exception_ptr failure) {
@@ -176,6 +179,7 @@ BlockPtr Engine::settle(int index) {
            (offloaded(unit) || unit.state.residency != Residency::kHost);
   });
   rethrow(lock);
+  unit.touched = true;
   if (offloaded(unit) && unit.state.residency == Residency::kResident) drop(unit);
   return unit.users > 0 && device_block(unit) ? device_block(unit) : newest_block(unit);
 }
@@ -227,6 +231,8 @@ void Engine::start_upload(int index, std::uint64_t priority) {
   job.priority = priority;
   job.unit = index;
   job.after = unit.slot >= 0 ? slots_[unit.slot].last_use : unit.last_use;
+  // What the user's kernels still do to a touched unit comes first.
+  if (std::exchange(unit.touched, false)) job.after = device_.record(kComputeStream);
   job.done = [this, index](std::exception_ptr error) {
     Lock lock(mutex_);
     if (error) fail(error);
@@ -247,6 +253,8 @@ void Engine::prefetch() {
   int seen = 0;
   for (int i = 0; i < 2 * num_units && seen < reach; ++i) {
     std::tie(direction, position) = next_position(direction, position, num_units);
+    // Behind the end of backward comes the update: what is uploaded before it would be old.
+    if (direction_ == Direction::kBackward && direction != Direction::kBackward) return;
     Unit& unit = units_[position];
     if (!offloaded(unit)) continue;
     ++seen;
@@ -388,9 +396,9 @@ void Engine::synchronize() {
   Lock lock(mutex_);
   wait_ticking(lock, [&] {
     return std::all_of(units_.begin(), units_.end(), [](const Unit& unit) {
-             return unit.state.parameters_final() && unit.state.progress != Progress::kLeaving &&
-                    unit.state.residency != Residency::kUploading;
-           });
+      return unit.state.parameters_final() && unit.state.progress != Progress::kLeaving &&
+             unit.state.residency != Residency::kUploading;
+    });
   });
   rethrow(lock);
 }

@@ -130,10 +130,11 @@ class Engine {
   struct Unit {
     UnitBlocks blocks;
     UnitState state;
-    int users = 0;       // acquires without release
-    int slot = -1;       // index into slots_, or -1
+    int users = 0;           // acquires without release
+    int slot = -1;           // index into slots_, or -1
     bool given_out = false;  // settled: the user may be writing to it
-    Event last_use;      // of a device block that is not a slot
+    bool touched = false;    // settled since the last upload: kernels may be reading or writing it
+    Event last_use;          // of a device block that is not a slot
     std::function<void()> update;
   };
   using Lock = std::unique_lock<std::mutex>;
@@ -167,7 +168,7 @@ class Engine {
   EngineCounters counters_;
   std::exception_ptr error_;
   Direction direction_ = Direction::kForward;
-  int position_ = -1;  // the unit acquired last in this direction
+  int position_ = -1;             // the unit acquired last in this direction
   std::atomic<int> waiting_{-1};  // the unit that acquire() waits for: its slot is not given away
   bool stopping_ = false;
   std::size_t chunk_bytes_ = 0;  // of the lanes; hook thread only

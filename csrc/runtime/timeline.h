@@ -15,8 +15,8 @@ enum class Lane : std::uint8_t { kCompute, kHostToDevice, kDeviceToHost, kCpu };
 
 struct TimelineSpan {
   Lane lane;
-  int unit;           // -1: no unit
-  std::string what;   // "forward", "upload", "gradients", "update", "wait", ...
+  int unit;              // -1: no unit
+  std::string what;      // "forward", "upload", "gradients", "update", "wait", ...
   double start_seconds;  // of the steady clock
   double end_seconds;
   std::size_t bytes;

@@ -36,7 +36,7 @@ enum class UnitEvent : std::uint8_t {
   kDropped,         // the device block is given away or its bytes are old
   kGradientsReady,  // backward produced gradients
   kGradientsLanded,
-  kCommit,       // step() with gradients landed (or none leaving)
+  kCommit,  // step() with gradients landed (or none leaving)
   kUpdateDone,
 };
 

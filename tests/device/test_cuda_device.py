@@ -1,4 +1,4 @@
-"""What only the CUDA side promises. Runs on a stand-in for the CUDA runtime, or on a GPU (marked)."""
+"""What only the CUDA side promises. On a stand-in for the CUDA runtime, or on a GPU (marked)."""
 
 from __future__ import annotations
 

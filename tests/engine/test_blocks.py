@@ -464,14 +464,14 @@ def skipped_backward(model, optimizer, step):
     return loss.item()
 
 
-class Failure(Exception):
+class PlannedError(Exception):
     pass
 
 
 def fails_in_forward(model, optimizer, step):
     if step == 2:
         handle = model.blocks[2].up.register_forward_pre_hook(fail)
-        with pytest.raises(Failure):
+        with pytest.raises(PlannedError):
             model(*batch(step))
         handle.remove()
     return plain_loop(model, optimizer, step)
@@ -482,7 +482,7 @@ def fails_in_backward(model, optimizer, step):
     if step == 2:
         handle = model.blocks[1].out.register_full_backward_hook(fail)
         loss = model(*batch(step))
-        with pytest.raises(Failure):
+        with pytest.raises(PlannedError):
             loss.backward()
         handle.remove()
     return plain_loop(model, optimizer, step)
@@ -493,7 +493,7 @@ def fails_in_backward_then_steps(model, optimizer, step):
     if step == 2:
         handle = model.blocks[1].out.register_full_backward_hook(fail)
         loss = model(*batch(step))
-        with pytest.raises(Failure):
+        with pytest.raises(PlannedError):
             loss.backward()
         handle.remove()
     else:
@@ -507,14 +507,14 @@ def fails_in_loss(model, optimizer, step):
     logits = model(batch(step)[0])
     if step % 2:
         logits.register_hook(fail)
-        with pytest.raises(Failure):
+        with pytest.raises(PlannedError):
             logits.sum().backward()
         optimizer.zero_grad()
     return plain_loop(model, optimizer, step)
 
 
 def fail(*_):
-    raise Failure
+    raise PlannedError
 
 
 def gradient_hooks(model, optimizer, step):

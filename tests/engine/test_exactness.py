@@ -183,7 +183,9 @@ def test_many_steps_stay_within_twice_torchs_distance_from_itself(capsys):
     )
     control, measured = distance(fused, foreach), distance(ours, foreach)
     with capsys.disabled():
-        print(f"\n  weights after {STEPS} steps: fused to foreach {control:.3e}, ours {measured:.3e}")
+        print(
+            f"\n  weights after {STEPS} steps: fused to foreach {control:.3e}, ours {measured:.3e}"
+        )
     assert control > 0
     assert measured <= 2 * control
 

@@ -104,21 +104,18 @@ def test_generation_between_steps_is_that_of_plain_training(name, plan):
             loss = loop(model, optimizer, step)
             model.eval()
             tokens = batch(step)[0][:, :4]
-            written.append(model.generate(tokens, max_new_tokens=6, do_sample=step % 2 == 1,
-                                          pad_token_id=0))
+            written.append(
+                model.generate(tokens, max_new_tokens=6, do_sample=step % 2 == 1, pad_token_id=0)
+            )
             model.train()
             return loss
 
         return run
 
     expected: list[Any] = []
-    reference = train(
-        wrap=None, steps=3, build=partial(build, name), loop=generating(expected)
-    )
+    reference = train(wrap=None, steps=3, build=partial(build, name), loop=generating(expected))
     ours: list[Any] = []
-    result = train(
-        wrap=PLANS[plan], steps=3, build=partial(build, name), loop=generating(ours)
-    )
+    result = train(wrap=PLANS[plan], steps=3, build=partial(build, name), loop=generating(ours))
     assert_bit_equal(result, reference)
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 

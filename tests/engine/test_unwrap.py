@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import weakref
 from pathlib import Path
 
@@ -17,7 +15,6 @@ import pytest
 import torch
 from models import batch, make_gpt
 from oracle import Result, adamw, assert_bit_equal, forced_plan, plain_loop, train
-from torch import nn
 
 from autohete import AutoHeteWrapper
 from autohete.guard import Guard

@@ -294,7 +294,8 @@ def test_random_delays_change_no_bit(seed):
 
     kind = ("all+c", "state", "all")[seed % 3]
     ours = train(
-        wrap={"plan": partial(forced_plan, kinds=kind, window=1 + seed % 2)}, steps=3,
+        wrap={"plan": partial(forced_plan, kinds=kind, window=1 + seed % 2)},
+        steps=3,
         prepare=delays,
     )
     assert ours.losses == reference.losses

@@ -169,7 +169,7 @@ def test_any_length_and_start_equals_one_element_at_a_time_and_touches_nothing_e
     numel: int, shift: int
 ) -> None:
     margin = 64
-    whole = {k: v for k, v in random_state(numel + 2 * margin + 1).items()}
+    whole = dict(random_state(numel + 2 * margin + 1))
     canary = clone(whole)
     grad = random_grad(numel)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):

@@ -94,23 +94,13 @@ World& world() {
   return one;
 }
 
-const char* const kFunctions[] = {"cudaGetDeviceCount",
-                                  "cudaGetDevice",
-                                  "cudaSetDevice",
-                                  "cudaGetDeviceProperties",
-                                  "cudaMemGetInfo",
-                                  "cudaEventCreateWithFlags",
-                                  "cudaEventRecord",
-                                  "cudaEventQuery",
-                                  "cudaEventSynchronize",
-                                  "cudaEventDestroy",
-                                  "cudaStreamCreateWithFlags",
-                                  "cudaStreamDestroy",
-                                  "cudaStreamWaitEvent",
-                                  "cudaMemcpyAsync",
-                                  "cudaLaunchHostFunc",
-                                  "cudaHostRegister",
-                                  "cudaHostUnregister"};
+const char* const kFunctions[] = {
+    "cudaGetDeviceCount",       "cudaGetDevice",          "cudaSetDevice",
+    "cudaGetDeviceProperties",  "cudaDeviceGetAttribute", "cudaMemGetInfo",
+    "cudaEventCreateWithFlags", "cudaEventRecord",        "cudaEventQuery",
+    "cudaEventSynchronize",     "cudaEventDestroy",       "cudaStreamCreateWithFlags",
+    "cudaStreamDestroy",        "cudaStreamWaitEvent",    "cudaMemcpyAsync",
+    "cudaLaunchHostFunc",       "cudaHostRegister",       "cudaHostUnregister"};
 
 cudaError_t remember(cudaError_t error) {
   if (error != cudaSuccess) last_error = error;
@@ -196,8 +186,14 @@ cudaError_t CUDARTAPI cudaGetDeviceProperties(cudaDeviceProp* properties, int de
   *properties = {};
   std::strcpy(properties->name, "stand-in GPU");
   properties->totalGlobalMem = std::size_t{1} << 30;
-  properties->unifiedAddressing = 1;
-  properties->canUseHostPointerForRegisteredMem = world().readable;
+  return cudaSuccess;
+}
+
+cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  ENTER("cudaDeviceGetAttribute");
+  if (device < 0 || device >= world().device_count) return remember(cudaErrorInvalidDevice);
+  *value = attribute == cudaDevAttrUnifiedAddressing ||
+           (attribute == cudaDevAttrCanUseHostPointerForRegisteredMem && world().readable);
   return cudaSuccess;
 }
 
@@ -383,10 +379,14 @@ void reset() {
 
 void clean_up() {
   World& w = world();
+  std::set<cudaStream_t> streams;
+  {
+    std::lock_guard lock(w.mutex);
+    streams.swap(w.streams);
+  }
+  for (cudaStream_t stream : streams) delete stream;  // unlocked: its last work may need the lock
   std::lock_guard lock(w.mutex);
-  for (cudaStream_t stream : w.streams) delete stream;  // idle: nothing takes the lock meanwhile
   for (cudaEvent_t event : w.events) delete event;
-  w.streams.clear();
   w.events.clear();
   w.registered.clear();
 }

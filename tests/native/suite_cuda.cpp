@@ -17,6 +17,7 @@ void use_everything() {
   BlockPtr block;  // these outlive the side, and so the copies of a use cut short by an error
   auto side = make_side();
   Device& device = side->device();
+  CHECK(device.capabilities().is_cuda);
   block = side->store().allocate_device(4096, "test");
   BlockPtr host = side->store().allocate_host(4096, "test");
   const StreamId up = device.create_stream(kUp);
@@ -54,8 +55,23 @@ TEST_CASE("each runtime call that fails is reported in CUDA's words") {
     CHECK_EQ(cudart_standin::registered_bytes(), std::size_t{0});
     ++met;
   }
-  CHECK_EQ(met, std::size_t{11});
+  CHECK_EQ(met, std::size_t{12});
   use_everything();
+}
+
+TEST_CASE("asking for a pending event leaves no last error") {
+  auto side = make_side();
+  Device& device = side->device();
+  const std::vector<std::byte> sent = pattern(256, 1);
+  BlockPtr block = side->store().allocate_device(256, "test");
+  const StreamId up = device.create_stream(kUp);
+  side->hold(kUp);
+  device.copy_async(block->data(), sent.data(), 256, up);
+  const Event pending = device.record(up);
+  CHECK(!device.query(pending));
+  CHECK_EQ(static_cast<int>(cudaGetLastError()), static_cast<int>(cudaSuccess));
+  side->release_all(kUp);
+  device.synchronize(pending);
 }
 
 TEST_CASE("a call that is short of memory is out of memory") {
@@ -175,6 +191,36 @@ TEST_CASE("the compute stream is the one last set by the calling thread") {
   CHECK(cudaStreamDestroy(mine) == cudaSuccess);
   CHECK(cudaStreamDestroy(theirs) == cudaSuccess);
   cudart_standin::reset();
+}
+
+TEST_CASE("a thread that never set a compute stream gets the one set last") {
+  cudart_standin::reset();
+  auto device = make_cuda_device(0);
+  cudaStream_t mine = nullptr;
+  CHECK(cudaStreamCreateWithFlags(&mine, cudaStreamNonBlocking) == cudaSuccess);
+  std::vector<std::byte> a(256), b(256);
+  cudart_standin::hold(cudaMemcpyDefault);
+  device->set_compute_stream(reinterpret_cast<std::uintptr_t>(mine));
+  device->copy_async(a.data(), b.data(), 256, kComputeStream);  // `mine` stands still now
+  const Event elsewhere =
+      get_soon(std::async(std::launch::async, [&] { return device->record(kComputeStream); }));
+  CHECK(!device->query(elsewhere));
+  cudart_standin::release_all(cudaMemcpyDefault);
+  device->synchronize(elsewhere);
+  CHECK(cudaStreamDestroy(mine) == cudaSuccess);
+  cudart_standin::reset();
+}
+
+TEST_CASE("an allocator with a limit of its own gives its figures when it has no memory left") {
+  cudart_standin::reset();
+  auto store = make_cuda_store(
+      {.allocate_device = [](std::size_t) { return std::pair<void*, std::shared_ptr<void>>{}; },
+       .device_budget = nullptr,
+       .device_room = [] { return std::pair<std::size_t, std::size_t>(77, 1000); },
+       .host_budget = std::make_shared<Budget>(1 << 20),
+       .warn = {}});
+  CHECK_THROWS(store->allocate_device(5000, "slot 2"), OutOfMemory,
+               "slot 2 needs 5000 bytes, but 77 are left of 1000");
 }
 
 TEST_CASE("without a GPU the count is 0 and the device says what to do") {

@@ -22,8 +22,12 @@ def make_unit(name: str, kind: str, **fields: object) -> _C.UnitProfile:
 def make_profile(units: list[_C.UnitProfile], **fields: object) -> _C.Profile:
     """A profile with rates of 1 unless given: seconds are then bytes or parameters."""
     profile, hardware = _C.Profile(), _C.HardwareProfile()
-    rates = dict(h2d_bytes_per_second=1.0, d2h_bytes_per_second=1.0,
-                 cpu_params_per_second=1.0, device_params_per_second=1e15)
+    rates = {
+        "h2d_bytes_per_second": 1.0,
+        "d2h_bytes_per_second": 1.0,
+        "cpu_params_per_second": 1.0,
+        "device_params_per_second": 1e15,
+    }
     profile.chunk_bytes = 1 << 40
     for field, value in {**rates, **fields}.items():
         setattr(hardware if hasattr(hardware, field) else profile, field, value)
@@ -41,32 +45,45 @@ def random_profile(rng: random.Random, max_segments: int = 3, max_count: int = 5
         parameters = rng.randint(1, 60) * 1000
         kept = rng.randint(1, 400) * 1000
         units += layers(
-            rng.choice([1, rng.randint(1, max_count)]), f"kind{g}", num_parameters=parameters,
-            param_bytes=4 * parameters, grad_bytes=rng.choice([4, 4, 4, 2, 0]) * parameters,
-            state_bytes=8 * parameters, master_bytes=rng.choice([0, 4]) * parameters,
-            activation_bytes=kept, checkpoint_bytes=rng.choice([kept // 10, kept // 3, kept]),
+            rng.choice([1, rng.randint(1, max_count)]),
+            f"kind{g}",
+            num_parameters=parameters,
+            param_bytes=4 * parameters,
+            grad_bytes=rng.choice([4, 4, 4, 2, 0]) * parameters,
+            state_bytes=8 * parameters,
+            master_bytes=rng.choice([0, 4]) * parameters,
+            activation_bytes=kept,
+            checkpoint_bytes=rng.choice([kept // 10, kept // 3, kept]),
             temporary_bytes=rng.randint(0, 100) * 1000,
-            forward_seconds=rng.uniform(0.001, 0.1), backward_seconds=rng.uniform(0.002, 0.2),
-            can_offload_parameters=rng.random() < 0.8, can_recompute=rng.random() < 0.8)
+            forward_seconds=rng.uniform(0.001, 0.1),
+            backward_seconds=rng.uniform(0.002, 0.2),
+            can_offload_parameters=rng.random() < 0.8,
+            can_recompute=rng.random() < 0.8,
+        )
     return make_profile(
-        units, h2d_bytes_per_second=10 ** rng.uniform(6, 7.5),
+        units,
+        h2d_bytes_per_second=10 ** rng.uniform(6, 7.5),
         d2h_bytes_per_second=10 ** rng.uniform(6, 7.5),
-        link_latency_seconds=rng.choice([0.0, 1e-4]), chunk_bytes=65536,
+        link_latency_seconds=rng.choice([0.0, 1e-4]),
+        chunk_bytes=65536,
         cpu_params_per_second=10 ** rng.uniform(5, 6.5),
-        device_params_per_second=10 ** rng.uniform(6, 8), fixed_device_bytes=rng.randint(0, 10**5),
-        fixed_host_bytes=rng.randint(0, 10**5), gradients_persist=rng.random() < 0.5,
-        gradient_accumulation_steps=rng.choice([1, 1, 1, 3]))
+        device_params_per_second=10 ** rng.uniform(6, 8),
+        fixed_device_bytes=rng.randint(0, 10**5),
+        fixed_host_bytes=rng.randint(0, 10**5),
+        gradients_persist=rng.random() < 0.5,
+        gradient_accumulation_steps=rng.choice([1, 1, 1, 3]),
+    )
 
 
 @dataclass
 class Seconds:
     f: float
     b: float
-    H: float  # noqa: N815
-    Hu: float  # noqa: N815
-    D: float  # noqa: N815
-    U: float  # noqa: N815
-    A: float  # noqa: N815
+    H: float
+    Hu: float
+    D: float
+    U: float
+    A: float
 
 
 def seconds_of(profile: _C.Profile, unit: _C.UnitProfile) -> Seconds:
@@ -78,11 +95,14 @@ def seconds_of(profile: _C.Profile, unit: _C.UnitProfile) -> Seconds:
 
     trained = unit.num_parameters * unit.grad_bytes / unit.param_bytes if unit.param_bytes else 0
     return Seconds(
-        f=unit.forward_seconds, b=unit.backward_seconds,
+        f=unit.forward_seconds,
+        b=unit.backward_seconds,
         H=copy(unit.param_bytes, hardware.h2d_bytes_per_second),
         Hu=copy(unit.grad_bytes, hardware.h2d_bytes_per_second),
         D=copy(unit.grad_bytes, hardware.d2h_bytes_per_second),
-        U=trained / hardware.cpu_params_per_second, A=trained / hardware.device_params_per_second)
+        U=trained / hardware.cpu_params_per_second,
+        A=trained / hardware.device_params_per_second,
+    )
 
 
 def runs(profile: _C.Profile) -> list[list[_C.UnitProfile]]:
@@ -92,7 +112,7 @@ def runs(profile: _C.Profile) -> list[list[_C.UnitProfile]]:
 def walk_peak(profile: _C.Profile, plan: _C.Plan) -> int:
     """The device's peak, unit by unit."""
     always, visits = profile.fixed_device_bytes, []
-    pairs = list(zip(profile.units, plan.units))
+    pairs = list(zip(profile.units, plan.units, strict=False))
     on_host = _C.Tier.HOST
     always += sum(u.param_bytes for u, p in pairs if p.parameters != on_host)
     always += sum(u.state_bytes for u, p in pairs if p.optimizer_state != on_host)
@@ -104,7 +124,7 @@ def walk_peak(profile: _C.Profile, plan: _C.Plan) -> int:
         return u.checkpoint_bytes if again else u.activation_bytes
 
     for i, (unit, placed) in enumerate(pairs):
-        now = sum(saved(*pair) for pair in pairs[:i + 1]) + unit.temporary_bytes
+        now = sum(saved(*pair) for pair in pairs[: i + 1]) + unit.temporary_bytes
         if placed.activations == _C.ActivationRule.RECOMPUTE:
             now += unit.activation_bytes
         alive = pairs if profile.gradients_persist else pairs[i:]
@@ -113,25 +133,34 @@ def walk_peak(profile: _C.Profile, plan: _C.Plan) -> int:
     return always + max(visits)
 
 
-def formula_seconds(profile: _C.Profile, counts: list[tuple[int, int, int]], *, window: int = 2,
-                    gated: bool = True) -> float:
+def formula_seconds(
+    profile: _C.Profile, counts: list[tuple[int, int, int]], *, window: int = 2, gated: bool = True
+) -> float:
     """T of the formulation for counts (c, p, o) per run of identical units."""
     segments = runs(profile)
     s = [seconds_of(profile, run[0]) for run in segments]
     n = [len(run) for run in segments]
     m, every = profile.gradient_accumulation_steps, range(len(segments))
-    F, B = [], []  # noqa: N806
+    F, B = [], []
     for g in every:
         c, p, o = counts[g]
         stream = (p - window) * s[g].H
         F.append(max(0, n[g] * s[g].f, stream, (n[g] - o) * s[g].f + stream))
-        B.append(max(0, n[g] * s[g].b + c * s[g].f, stream,
-                     (n[g] - o) * s[g].b + stream, (o - 3) * s[g].D))
-    bounds = [m * (sum(F) + sum(B)) + sum((n[g] - counts[g][2]) * s[g].A for g in every),
-              sum(counts[g][2] * s[g].U for g in every),
-              m * sum(counts[g][2] * s[g].D for g in every),
-              sum((counts[g][2] - counts[g][1]) * s[g].Hu + 2 * m * counts[g][1] * s[g].H
-                  - (window * s[g].H if counts[g][1] else 0) for g in every)]
+        B.append(max(0, n[g] * s[g].b + c * s[g].f, stream, (n[g] - o) * s[g].b + stream))
+        if s[g].b < s[g].D:
+            leaving = (n[g] - o + 2) * s[g].b + (o - 3) * s[g].D
+            B[g] = max(B[g], leaving, leaving + (c - o) * s[g].f)
+    bounds = [
+        m * (sum(F) + sum(B)) + sum((n[g] - counts[g][2]) * s[g].A for g in every),
+        sum(counts[g][2] * s[g].U for g in every),
+        m * sum(counts[g][2] * s[g].D for g in every),
+        sum(
+            (counts[g][2] - counts[g][1]) * s[g].Hu
+            + 2 * m * counts[g][1] * s[g].H
+            - (window * s[g].H if counts[g][1] else 0)
+            for g in every
+        ),
+    ]
     extra = (m - 1) * (sum(F) + sum(B))
     for g in every:
         c, p, o = counts[g]
@@ -152,12 +181,17 @@ def formula_seconds(profile: _C.Profile, counts: list[tuple[int, int, int]], *, 
                 bounds.append(start + o * t.f + queue(what, g) + y * (t.U + t.Hu))
                 bounds.append(start + y * t.f + queue(what, g + 1) + y * other)
             bounds.append(extra + later + o * (t.f + t.b) + y * (t.D + t.U + t.Hu))
+            for h in every:
+                if g == 0 and n[0] == 1 and h > 0 and s[h].U > t.D:
+                    both = s[h].U * (y + (1 if counts[h][2] else 0) - 1)
+                    bounds.append(start + o * t.f + y * (t.U + t.Hu) + both)
             bounds.append(extra + later + y * (t.f + t.b) + queue("D", g + 1) + y * (t.U + t.Hu))
         else:
             start = extra + later
             for what, other in (("U", t.Hu), ("Hu", t.U)):
-                bounds.append(start + o * (t.f + t.b) + x * t.f + queue(what, g)
-                              + y * (t.D + t.U + t.Hu))
+                bounds.append(
+                    start + o * (t.f + t.b) + x * t.f + queue(what, g) + y * (t.D + t.U + t.Hu)
+                )
                 bounds.append(start + y * (t.f + t.b) + queue(what, g + 1) + y * (t.D + other))
             bounds.append(start + 2 * (p - window) * t.H + queue("U", g) + y * (t.D + t.U + t.Hu))
     return max(0, *bounds)
@@ -170,8 +204,9 @@ def all_counts(profile: _C.Profile) -> list[list[tuple[int, int, int]]]:
         n, unit = len(run), run[0]
         cs = n if unit.can_recompute and unit.checkpoint_bytes < unit.activation_bytes else 0
         ps = n if unit.can_offload_parameters else 0
-        choices.append([(c, p, o) for c in range(cs + 1) for o in range(n + 1)
-                        for p in range(min(o, ps) + 1)])
+        choices.append(
+            [(c, p, o) for c in range(cs + 1) for o in range(n + 1) for p in range(min(o, ps) + 1)]
+        )
     return [list(point) for point in itertools.product(*choices)]
 
 

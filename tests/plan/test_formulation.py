@@ -30,8 +30,9 @@ def small_instance(seed: int) -> tuple[_C.Profile, _C.PlannerOptions, random.Ran
             return profile, options, rng
 
 
-def budgets_between(profile: _C.Profile, options: _C.PlannerOptions,
-                    rng: random.Random) -> _C.Budgets:
+def budgets_between(
+    profile: _C.Profile, options: _C.PlannerOptions, rng: random.Random
+) -> _C.Budgets:
     """Budgets that cut somewhere through the plans; sometimes through all of them."""
     points = [_C.formulate(profile, _C.Budgets(UNLIMITED, UNLIMITED), options)]
     formulation = points[0]
@@ -39,8 +40,10 @@ def budgets_between(profile: _C.Profile, options: _C.PlannerOptions,
     values = [formulation.evaluate(as_counts(point)) for point in sample]
     device = [v[formulation.device] * formulation.device_scale for v in values]
     host = [v[formulation.host] * formulation.host_scale for v in values]
-    return _C.Budgets(int(rng.uniform(0.95 * min(device), max(device))),
-                      int(rng.uniform(min(host), 1.2 * max(host))))
+    return _C.Budgets(
+        int(rng.uniform(0.95 * min(device), max(device))),
+        int(rng.uniform(min(host), 1.2 * max(host))),
+    )
 
 
 def brute_force(formulation: _C.Formulation, profile: _C.Profile) -> float | None:
@@ -49,8 +52,9 @@ def brute_force(formulation: _C.Formulation, profile: _C.Profile) -> float | Non
     best = None
     for point in all_counts(profile):
         values = np.array(formulation.evaluate(as_counts(point)))
-        if (values[formulation.device] > rows["upper"][formulation.device] * (1 + 1e-9)
-                or values[formulation.host] > rows["upper"][formulation.host] * (1 + 1e-9)):
+        if values[formulation.device] > rows["upper"][formulation.device] * (1 + 1e-9) or values[
+            formulation.host
+        ] > rows["upper"][formulation.host] * (1 + 1e-9):
             continue
         objective = float(cost @ values)
         best = objective if best is None else min(best, objective)
@@ -64,10 +68,13 @@ def solve_highs(formulation: _C.Formulation) -> float | None:
         for i in range(rows["row_starts"][r], rows["row_starts"][r + 1]):
             matrix[r, rows["columns"][i]] += rows["values"][i]
     upper = np.where(np.array(rows["upper"]) > 1e29, np.inf, rows["upper"])
-    result = milp(formulation.objective(_C.Goal.STEP_SECONDS),
-                  constraints=LinearConstraint(matrix, lb=rows["row_lower"]),
-                  bounds=Bounds(0, upper), integrality=np.array(rows["is_integer"], dtype=int),
-                  options={"mip_rel_gap": 0})
+    result = milp(
+        formulation.objective(_C.Goal.STEP_SECONDS),
+        constraints=LinearConstraint(matrix, lb=rows["row_lower"]),
+        bounds=Bounds(0, upper),
+        integrality=np.array(rows["is_integer"], dtype=int),
+        options={"mip_rel_gap": 0},
+    )
     return None if result.x is None else float(result.fun)
 
 
@@ -116,7 +123,8 @@ def test_step_time_is_the_formula(seed: int) -> None:
         values = formulation.evaluate(as_counts(point))
         expected = formula_seconds(profile, point, window=options.window, gated=options.gated)
         assert values[formulation.step] * formulation.time_scale == pytest.approx(
-            expected, rel=1e-9)
+            expected, rel=1e-9
+        )
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -132,7 +140,8 @@ def test_device_row_is_never_below_the_walk_over_the_units(seed: int) -> None:
         assert row >= walked * (1 - 1e-12)
         assert _C.device_peak_bytes(profile, plan) == walked
         assert values[formulation.host] * formulation.host_scale == pytest.approx(
-            _C.host_bytes(profile, plan), rel=1e-12)
+            _C.host_bytes(profile, plan), rel=1e-12
+        )
 
 
 def test_device_row_is_exact_for_long_runs() -> None:

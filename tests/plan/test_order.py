@@ -12,8 +12,9 @@ def test_next_use_distance_counts_visits_on_the_walk(num_units: int) -> None:
     walk = [(True, k) for k in range(num_units)] + [(False, k) for k in reversed(range(num_units))]
     for here, (forward, position) in enumerate(walk):
         for unit in range(num_units):
-            ahead = next(d for d in range(1, 2 * num_units + 1)
-                         if walk[(here + d) % len(walk)][1] == unit)
+            ahead = next(
+                d for d in range(1, 2 * num_units + 1) if walk[(here + d) % len(walk)][1] == unit
+            )
             assert _C.next_use_distance(forward, position, unit, num_units) == ahead
 
 

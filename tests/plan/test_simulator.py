@@ -20,8 +20,13 @@ from tests.plan.reference import (
 FAST = 1e18 / 2  # a rate at which small work takes no time that matters
 
 
-def plan_of(profile: _C.Profile, state: set[int] = frozenset(), parameters: set[int] = frozenset(),
-            recompute: set[int] = frozenset(), window: int = 2) -> _C.Plan:
+def plan_of(
+    profile: _C.Profile,
+    state: set[int] = frozenset(),
+    parameters: set[int] = frozenset(),
+    recompute: set[int] = frozenset(),
+    window: int = 2,
+) -> _C.Plan:
     units = []
     for i in range(len(profile.units)):
         unit = _C.UnitPlan()
@@ -54,8 +59,13 @@ def exactly(value: float) -> object:
 
 
 def trained(n: int, **fields: object) -> list[_C.UnitProfile]:
-    values = dict(num_parameters=1, param_bytes=1, grad_bytes=1, forward_seconds=1.0,
-                  backward_seconds=2.0)
+    values = {
+        "num_parameters": 1,
+        "param_bytes": 1,
+        "grad_bytes": 1,
+        "forward_seconds": 1.0,
+        "backward_seconds": 2.0,
+    }
     return layers(n, **{**values, **fields})
 
 
@@ -147,15 +157,25 @@ def test_overtaking_between_chunks_starves_the_gradient_buffers() -> None:
 
 def test_compute_slows_down_while_the_cpu_updates() -> None:
     # b1 0-2; U1 2-4 halves b0: 2-5; f0 5-6, f1 6-7.
-    profile = make_profile(trained(2), cpu_params_per_second=0.5, h2d_bytes_per_second=FAST,
-                           d2h_bytes_per_second=FAST, compute_share_during_cpu=0.5)
+    profile = make_profile(
+        trained(2),
+        cpu_params_per_second=0.5,
+        h2d_bytes_per_second=FAST,
+        d2h_bytes_per_second=FAST,
+        compute_share_during_cpu=0.5,
+    )
     assert step(profile, plan_of(profile, state={1})) == exactly(7)
 
 
 def test_the_cpu_slows_down_while_the_device_computes() -> None:
     # U1 from 2: 1.5 of its 2 done by 5, when f0 has ended; f1 5.5-6.5.
-    profile = make_profile(trained(2), cpu_params_per_second=0.5, h2d_bytes_per_second=FAST,
-                           d2h_bytes_per_second=FAST, cpu_share_during_compute=0.5)
+    profile = make_profile(
+        trained(2),
+        cpu_params_per_second=0.5,
+        h2d_bytes_per_second=FAST,
+        d2h_bytes_per_second=FAST,
+        cpu_share_during_compute=0.5,
+    )
     assert step(profile, plan_of(profile, state={1})) == exactly(6.5)
 
 
@@ -169,8 +189,8 @@ def test_links_share_bandwidth_when_both_are_busy() -> None:
 
 
 def test_a_more_urgent_upload_overtakes_between_chunks() -> None:
-    # As above with chunks of 1: at 10, H1 has 2 left on a chunk's edge; H0 10-14, f0 14-15; H1 14-16,
-    # f1 16-17.
+    # As above with chunks of 1: at 10, H1 has 2 left on a chunk's edge; H0 10-14, f0 14-15;
+    # H1 14-16, f1 16-17.
     units = trained(2, num_parameters=0, param_bytes=4, grad_bytes=4)
     profile = make_profile(units, h2d_share_during_d2h=0.5, chunk_bytes=1)
     assert step(profile, plan_of(profile, state={0, 1})) == exactly(17)
@@ -180,16 +200,19 @@ def test_synchronous_moves_never_overlap_compute() -> None:
     # b1 0-2, D1 2-3, b0 3-5, then with compute idle D0 5-6 beside H1, H0 6-7; f0 7-8, f1 8-9.
     profile = make_profile(trained(2), cpu_params_per_second=FAST)
     plan = plan_of(profile, state={0, 1})
-    simulated = _C.simulate(profile, plan, policy(synchronous_moves=True, iteration_barrier=True,
-                                                  priority_order=False, gated=True), True)
+    simulated = _C.simulate(
+        profile,
+        plan,
+        policy(synchronous_moves=True, iteration_barrier=True, priority_order=False, gated=True),
+        True,
+    )
     assert simulated.step_seconds == exactly(9)
     compute, moves = lane_spans(simulated, 0), lane_spans(simulated, 1) + lane_spans(simulated, 2)
     for a, b in itertools.product(compute, moves):
         assert a.end_seconds <= b.start_seconds + 1e-12 or b.end_seconds <= a.start_seconds + 1e-12
 
 
-LANES = (_C.SimulatedLane.COMPUTE, _C.SimulatedLane.H2D, _C.SimulatedLane.D2H,
-         _C.SimulatedLane.CPU)
+LANES = (_C.SimulatedLane.COMPUTE, _C.SimulatedLane.H2D, _C.SimulatedLane.D2H, _C.SimulatedLane.CPU)
 
 
 def lane_spans(simulation: _C.Simulation, lane: int) -> list[_C.SimulatedSpan]:
@@ -199,12 +222,24 @@ def lane_spans(simulation: _C.Simulation, lane: int) -> list[_C.SimulatedSpan]:
 def random_case(seed: int) -> tuple[_C.Profile, _C.Plan, _C.SimulationPolicy]:
     rng = random.Random(seed)
     profile = random_profile(rng, max_segments=3, max_count=4)
-    plan = _C.decode_plan(profile, as_counts(rng.choice(all_counts(profile))),
-                          rng.choice([1, 2, 3]), spread=rng.random() < 0.5)
-    return profile, plan, policy(gated=rng.random() < 0.5, priority_order=rng.random() < 0.7,
-                                 iteration_barrier=rng.random() < 0.2, steps=8,
-                                 preempt_downloads=rng.random() < 0.3,
-                                 synchronous_moves=rng.random() < 0.2)
+    plan = _C.decode_plan(
+        profile,
+        as_counts(rng.choice(all_counts(profile))),
+        rng.choice([1, 2, 3]),
+        spread=rng.random() < 0.5,
+    )
+    return (
+        profile,
+        plan,
+        policy(
+            gated=rng.random() < 0.5,
+            priority_order=rng.random() < 0.7,
+            iteration_barrier=rng.random() < 0.2,
+            steps=8,
+            preempt_downloads=rng.random() < 0.3,
+            synchronous_moves=rng.random() < 0.2,
+        ),
+    )
 
 
 @pytest.mark.parametrize("seed", range(500))
@@ -223,14 +258,15 @@ def check_no_lane_does_two_things(simulation: _C.Simulation) -> None:
             assert before.end_seconds <= after.start_seconds + 1e-12
 
 
-def check_lower_bounds(profile: _C.Profile, plan: _C.Plan, order: _C.SimulationPolicy,
-                       simulation: _C.Simulation) -> None:
+def check_lower_bounds(
+    profile: _C.Profile, plan: _C.Plan, order: _C.SimulationPolicy, simulation: _C.Simulation
+) -> None:
     step_seconds = simulation.step_seconds
     lanes = _C.lane_seconds(profile, plan)
     for lane in ("compute", "cpu", "d2h"):  # uploads may be fewer: what the window still holds
         assert step_seconds >= lanes[lane] * (1 - 1e-9) - 1e-12, lane
     repeats = profile.gradient_accumulation_steps
-    for unit, placed in zip(profile.units, plan.units):
+    for unit, placed in zip(profile.units, plan.units, strict=False):
         if placed.optimizer_state != _C.Tier.HOST or unit.grad_bytes == 0:
             continue
         t = seconds_of(profile, unit)
@@ -238,10 +274,11 @@ def check_lower_bounds(profile: _C.Profile, plan: _C.Plan, order: _C.SimulationP
         assert step_seconds >= repeats * (t.f + t.b) + t.D + t.U + upload - 1e-9
 
 
-def check_dependencies(profile: _C.Profile, plan: _C.Plan, order: _C.SimulationPolicy,
-                       simulation: _C.Simulation) -> None:
+def check_dependencies(
+    profile: _C.Profile, plan: _C.Plan, order: _C.SimulationPolicy, simulation: _C.Simulation
+) -> None:
     repeats = profile.gradient_accumulation_steps
-    for k, (unit, placed) in enumerate(zip(profile.units, plan.units)):
+    for k, (unit, placed) in enumerate(zip(profile.units, plan.units, strict=False)):
         if placed.optimizer_state != _C.Tier.HOST or unit.grad_bytes == 0:
             continue
         mine = [span for span in simulation.spans if span.unit == k]
@@ -256,8 +293,11 @@ def check_dependencies(profile: _C.Profile, plan: _C.Plan, order: _C.SimulationP
             if next_forward < len(forwards):
                 start = forwards[next_forward].start_seconds
                 assert start >= update.end_seconds - 1e-12
-                between = [u for u in uploads
-                           if update.end_seconds - 1e-12 <= u.start_seconds < start + 1e-12]
+                between = [
+                    u
+                    for u in uploads
+                    if update.end_seconds - 1e-12 <= u.start_seconds < start + 1e-12
+                ]
                 assert between, "the forward ran on old parameters"
 
 
@@ -266,4 +306,5 @@ def test_two_runs_are_equal() -> None:
     first, second = (_C.simulate(profile, plan, order, True) for _ in range(2))
     assert first.step_seconds == second.step_seconds
     assert [(s.unit, s.what, s.start_seconds) for s in first.spans] == [
-        (s.unit, s.what, s.start_seconds) for s in second.spans]
+        (s.unit, s.what, s.start_seconds) for s in second.spans
+    ]

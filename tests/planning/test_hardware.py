@@ -28,41 +28,62 @@ def test_without_limits_it_is_what_the_kernel_says_less_headroom(tmp_path: Path)
 
 
 def test_a_v2_limit_counts_what_is_used_without_droppable_cache(tmp_path: Path) -> None:
-    where = machine(tmp_path, {
-        "proc/self/cgroup": "0::/a/b\n", "cg/a/b/memory.max": f"{8 * GIB}\n",
-        "cg/a/b/memory.current": f"{5 * GIB}\n", "cg/a/b/memory.stat": f"inactive_file {GIB}\n",
-        "cg/a/memory.max": "max\n", "cg/a/memory.current": "0\n"})
+    where = machine(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/a/b\n",
+            "cg/a/b/memory.max": f"{8 * GIB}\n",
+            "cg/a/b/memory.current": f"{5 * GIB}\n",
+            "cg/a/b/memory.stat": f"inactive_file {GIB}\n",
+            "cg/a/memory.max": "max\n",
+            "cg/a/memory.current": "0\n",
+        },
+    )
     assert available_host_bytes(0, **where) == 4 * GIB
 
 
 def test_a_limit_on_an_ancestor_counts(tmp_path: Path) -> None:
-    where = machine(tmp_path, {
-        "proc/self/cgroup": "0::/a/b\n", "cg/a/b/memory.max": "max\n",
-        "cg/a/b/memory.current": "0\n", "cg/a/memory.max": f"{3 * GIB}\n",
-        "cg/a/memory.current": f"{GIB}\n"})
+    where = machine(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/a/b\n",
+            "cg/a/b/memory.max": "max\n",
+            "cg/a/b/memory.current": "0\n",
+            "cg/a/memory.max": f"{3 * GIB}\n",
+            "cg/a/memory.current": f"{GIB}\n",
+        },
+    )
     assert available_host_bytes(0, **where) == 2 * GIB
 
 
 def test_a_namespaced_cgroup_is_read_at_the_root(tmp_path: Path) -> None:
-    where = machine(tmp_path, {"proc/self/cgroup": "0::/\n", "cg/memory.max": f"{2 * GIB}\n",
-                               "cg/memory.current": "0\n"})
+    where = machine(
+        tmp_path,
+        {"proc/self/cgroup": "0::/\n", "cg/memory.max": f"{2 * GIB}\n", "cg/memory.current": "0\n"},
+    )
     assert available_host_bytes(0, **where) == 2 * GIB
 
 
 def test_a_v1_limit_counts_and_its_no_limit_does_not(tmp_path: Path) -> None:
-    where = machine(tmp_path, {
-        "proc/self/cgroup": "5:cpu,memory:/job\n4:pids:/job\n",
-        "cg/memory/job/memory.limit_in_bytes": f"{6 * GIB}\n",
-        "cg/memory/job/memory.usage_in_bytes": f"{2 * GIB}\n",
-        "cg/memory/job/memory.stat": f"total_inactive_file {GIB}\n",
-        "cg/memory/memory.limit_in_bytes": "9223372036854771712\n",
-        "cg/memory/memory.usage_in_bytes": "1\n"})
+    where = machine(
+        tmp_path,
+        {
+            "proc/self/cgroup": "5:cpu,memory:/job\n4:pids:/job\n",
+            "cg/memory/job/memory.limit_in_bytes": f"{6 * GIB}\n",
+            "cg/memory/job/memory.usage_in_bytes": f"{2 * GIB}\n",
+            "cg/memory/job/memory.stat": f"total_inactive_file {GIB}\n",
+            "cg/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "cg/memory/memory.usage_in_bytes": "1\n",
+        },
+    )
     assert available_host_bytes(0, **where) == 5 * GIB
 
 
 def test_more_used_than_allowed_leaves_nothing(tmp_path: Path) -> None:
-    where = machine(tmp_path, {"proc/self/cgroup": "0::/\n", "cg/memory.max": "10\n",
-                               "cg/memory.current": "20\n"})
+    where = machine(
+        tmp_path,
+        {"proc/self/cgroup": "0::/\n", "cg/memory.max": "10\n", "cg/memory.current": "20\n"},
+    )
     assert available_host_bytes(0, **where) == 0
 
 
@@ -79,8 +100,11 @@ def test_quotas_limit_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert available_cpus(**machine(tmp_path / "v2", v2)) == 3
     free = {"proc/self/cgroup": "0::/a\n", "cg/a/cpu.max": "max 100000\n"}
     assert available_cpus(**machine(tmp_path / "free", free)) == 8
-    v1 = {"proc/self/cgroup": "3:cpu,cpuacct:/a\n", "cg/cpu/a/cpu.cfs_quota_us": "50000\n",
-          "cg/cpu/a/cpu.cfs_period_us": "100000\n"}
+    v1 = {
+        "proc/self/cgroup": "3:cpu,cpuacct:/a\n",
+        "cg/cpu/a/cpu.cfs_quota_us": "50000\n",
+        "cg/cpu/a/cpu.cfs_period_us": "100000\n",
+    }
     assert available_cpus(**machine(tmp_path / "v1", v1)) == 1
 
 
@@ -93,20 +117,21 @@ class Clock:
     def perf_counter(self) -> float:
         return self.now
 
-    def lane(self, latency: float, rate: float):  # noqa: ANN201
+    def lane(self, latency: float, rate: float):
         def work(amount: int) -> None:
             self.now += latency + amount / rate
 
         return work
 
 
-@pytest.fixture()
+@pytest.fixture
 def clocked(monkeypatch: pytest.MonkeyPatch) -> Lanes:
     clock = Clock()
     monkeypatch.setattr(hardware.time, "perf_counter", clock.perf_counter)
     monkeypatch.setattr(hardware, "_share", lambda work, background: 0.5)
-    return Lanes(clock.lane(1e-5, 8e9), clock.lane(3e-5, 4e9), clock.lane(0, 1e9),
-                 clock.lane(0, 5e9))
+    return Lanes(
+        clock.lane(1e-5, 8e9), clock.lane(3e-5, 4e9), clock.lane(0, 1e9), clock.lane(0, 5e9)
+    )
 
 
 def test_rates_and_latency_are_those_of_the_lanes(clocked: Lanes, tmp_path: Path) -> None:

@@ -18,23 +18,51 @@ def gpt(num_layers: int = 12, **fields: object) -> _C.Profile:
     """A small GPT in fp32 on a slow machine, with figures of the right proportions."""
     width, tokens, vocabulary = 256, 2048, 256
 
-    def run(n: int, kind: str, parameters: int, kept: int, flops: float, **more: object):  # noqa: ANN202
-        return layers(n, kind, num_parameters=parameters, param_bytes=4 * parameters,
-                      grad_bytes=4 * parameters, state_bytes=8 * parameters,
-                      master_bytes=4 * parameters, activation_bytes=kept,
-                      checkpoint_bytes=4 * tokens * width, forward_seconds=flops / 50e9,
-                      backward_seconds=2 * flops / 50e9, **more)
+    def run(n: int, kind: str, parameters: int, kept: int, flops: float, **more: object):
+        return layers(
+            n,
+            kind,
+            num_parameters=parameters,
+            param_bytes=4 * parameters,
+            grad_bytes=4 * parameters,
+            state_bytes=8 * parameters,
+            master_bytes=4 * parameters,
+            activation_bytes=kept,
+            checkpoint_bytes=4 * tokens * width,
+            forward_seconds=flops / 50e9,
+            backward_seconds=2 * flops / 50e9,
+            **more,
+        )
 
-    units = run(1, "embedding", (vocabulary + 256) * width, 4 * tokens * width, 1e6,
-                can_recompute=False)
-    units += run(num_layers, "block", 12 * width * width, 72 * tokens * width,
-                 24.0 * tokens * width * width, temporary_bytes=16 * tokens * width)
-    units += run(1, "head", vocabulary * width, 4 * tokens * width,
-                 2.0 * tokens * width * vocabulary, temporary_bytes=8 * tokens * vocabulary,
-                 can_recompute=False)
-    return make_profile(units, h2d_bytes_per_second=1e9, d2h_bytes_per_second=1e9,
-                        link_latency_seconds=1e-5, cpu_params_per_second=1e8,
-                        device_params_per_second=3e8, **fields)
+    units = run(
+        1, "embedding", (vocabulary + 256) * width, 4 * tokens * width, 1e6, can_recompute=False
+    )
+    units += run(
+        num_layers,
+        "block",
+        12 * width * width,
+        72 * tokens * width,
+        24.0 * tokens * width * width,
+        temporary_bytes=16 * tokens * width,
+    )
+    units += run(
+        1,
+        "head",
+        vocabulary * width,
+        4 * tokens * width,
+        2.0 * tokens * width * vocabulary,
+        temporary_bytes=8 * tokens * vocabulary,
+        can_recompute=False,
+    )
+    return make_profile(
+        units,
+        h2d_bytes_per_second=1e9,
+        d2h_bytes_per_second=1e9,
+        link_latency_seconds=1e-5,
+        cpu_params_per_second=1e8,
+        device_params_per_second=3e8,
+        **fields,
+    )
 
 
 @pytest.mark.parametrize("solver", ["glpk", "enumeration"])
@@ -96,7 +124,7 @@ def test_no_strategy_is_faster_than_autohete_in_its_own_budget(strategy: str) ->
     try:
         other = planning.make_plan(profile, budget, strategy=strategy)
     except planning.InfeasibleError as error:
-        assert error.smallest_gpu_mem > budget
+        assert error.smallest_gpu_mem > budget  # noqa: PT017
         return
     assert other.device_peak_bytes <= budget
     assert best.step_seconds <= other.step_seconds * (1 + 1e-9)
@@ -121,9 +149,19 @@ def test_no_units_is_an_error() -> None:
         planning.make_plan(make_profile([]), "1GiB")
 
 
-@pytest.mark.parametrize("keyword", [{"strategy": "magic"}, {"solver": "magic"}, {"window": 0},
-                                     {"seconds": 0}, {"seconds": float("nan")}, {"gpu_mem": "5XB"},
-                                     {"gpu_mem": float("nan")}, {"cpu_mem": -1}])
+@pytest.mark.parametrize(
+    "keyword",
+    [
+        {"strategy": "magic"},
+        {"solver": "magic"},
+        {"window": 0},
+        {"seconds": 0},
+        {"seconds": float("nan")},
+        {"gpu_mem": "5XB"},
+        {"gpu_mem": float("nan")},
+        {"cpu_mem": -1},
+    ],
+)
 def test_arguments_out_of_range_are_refused(keyword: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(keyword))):
         planning.make_plan(**{"profile": gpt(), "gpu_mem": "1GiB", **keyword})
@@ -148,8 +186,12 @@ def test_no_field_whatever_ends_the_interpreter(seed: int) -> None:
     profile.units = units
     budget = rng.choice([0, 1, 10**6, 10**9, 2**53])
     try:
-        plan = planning.make_plan(profile, budget, rng.choice([0, 10**6, None]),
-                                  solver=rng.choice(["glpk", "enumeration"]))
+        plan = planning.make_plan(
+            profile,
+            budget,
+            rng.choice([0, 10**6, None]),
+            solver=rng.choice(["glpk", "enumeration"]),
+        )
     except (ValueError, RuntimeError):
         return
     assert plan.device_peak_bytes <= budget
@@ -157,14 +199,33 @@ def test_no_field_whatever_ends_the_interpreter(seed: int) -> None:
 
 def test_glpk_refuses_malformed_problems_instead_of_aborting() -> None:
     glpk = load_glpk()
-    good = dict(cost=[1.0], upper=[1.0], is_integer=[True], row_starts=[0, 1], columns=[0],
-                values=[1.0], row_lower=[0.5], seconds=1.0)
+    good = {
+        "cost": [1.0],
+        "upper": [1.0],
+        "is_integer": [True],
+        "row_starts": [0, 1],
+        "columns": [0],
+        "values": [1.0],
+        "row_lower": [0.5],
+        "seconds": 1.0,
+    }
     assert glpk.solve(**good) == ("optimal", [1.0])
-    for bad in ({"columns": [1]}, {"columns": [-1]}, {"cost": [math.nan]}, {"cost": []},
-                {"values": [math.inf]}, {"row_starts": [0, 2]}, {"row_starts": [0]},
-                {"row_starts": [1, 0]}, {"upper": [-1.0]}, {"seconds": 0.0}, {"seconds": math.nan},
-                {"columns": [0, 0], "values": [1.0, 1.0], "row_starts": [0, 2]},
-                {"row_lower": [math.nan]}, {"is_integer": []}):
+    for bad in (
+        {"columns": [1]},
+        {"columns": [-1]},
+        {"cost": [math.nan]},
+        {"cost": []},
+        {"values": [math.inf]},
+        {"row_starts": [0, 2]},
+        {"row_starts": [0]},
+        {"row_starts": [1, 0]},
+        {"upper": [-1.0]},
+        {"seconds": 0.0},
+        {"seconds": math.nan},
+        {"columns": [0, 0], "values": [1.0, 1.0], "row_starts": [0, 2]},
+        {"row_lower": [math.nan]},
+        {"is_integer": []},
+    ):
         with pytest.raises(ValueError, match="glpk"):
             glpk.solve(**{**good, **bad})
 
@@ -181,9 +242,15 @@ def hard_problem() -> dict[str, object]:
             values += [*(float(sign * w) for w in row), 1.0]
             starts.append(len(indices))
             lower.append(sign * float(sum(row) // 2))
-    return dict(cost=[0.0] * columns + [1.0] * rows, upper=[1.0] * columns + [1e30] * rows,
-                is_integer=[True] * columns + [False] * rows, row_starts=starts, columns=indices,
-                values=values, row_lower=lower)
+    return {
+        "cost": [0.0] * columns + [1.0] * rows,
+        "upper": [1.0] * columns + [1e30] * rows,
+        "is_integer": [True] * columns + [False] * rows,
+        "row_starts": starts,
+        "columns": indices,
+        "values": values,
+        "row_lower": lower,
+    }
 
 
 def test_a_time_limit_ends_a_solve_with_what_was_found() -> None:

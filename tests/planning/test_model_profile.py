@@ -55,7 +55,34 @@ def test_half_precision_halves_activations_and_adds_masters() -> None:
     full, half = (describe_model(Net(), B, S, p).units[1] for p in ("fp32", "bf16"))
     assert half.activation_bytes * 2 == full.activation_bytes
     assert (half.param_bytes, half.state_bytes, half.master_bytes) == (
-        2 * half.num_parameters, 12 * half.num_parameters, 0)
+        2 * half.num_parameters,
+        12 * half.num_parameters,
+        0,
+    )
+
+
+def test_autocast_keeps_fp32_parameters_and_a_half_copy_until_backward() -> None:
+    layer = describe_model(Net(), B, S, "autocast").units[2]  # its input comes in half precision
+    parameters, tokens = 8 * H * H + 5 * H, B * S
+    assert layer.param_bytes == layer.grad_bytes == layer.master_bytes == 4 * parameters
+    assert layer.state_bytes == 8 * parameters
+    assert layer.half_copy_bytes == 2 * parameters
+    assert layer.activation_bytes == 2 * tokens * (H + 4 * H) + 2 * parameters
+    assert layer.checkpoint_bytes == 2 * tokens * H + 2 * parameters
+
+
+def test_under_autocast_links_carry_four_bytes_and_layers_run_at_the_half_rate() -> None:
+    half, autocast = (profile_model(Net(), B, S, p) for p in ("bf16", "autocast"))
+    for a, b in zip(half.units[1:], autocast.units[1:], strict=True):
+        assert b.param_bytes == 2 * a.param_bytes
+        assert b.grad_bytes == 2 * a.grad_bytes
+    config = GPT2Config(n_layer=2, n_embd=2560, n_head=20, vocab_size=128, n_positions=512)
+    seconds = {}
+    for precision in ("fp32", "bf16", "autocast"):
+        units = profile_model(config, 8, 512, precision).units
+        seconds[precision] = max(unit.forward_seconds for unit in units)
+    assert seconds["autocast"] == pytest.approx(seconds["bf16"], rel=0.05)
+    assert seconds["fp32"] > 1.8 * seconds["autocast"]
 
 
 def test_a_frozen_layer_has_no_gradients_nor_state() -> None:
@@ -80,7 +107,8 @@ def test_a_configuration_is_described_as_the_model_it_builds() -> None:
     assert described.num_parameters == sum(p.numel() for p in model.parameters())
     live = describe_model(model, 2, 32, "fp32")
     assert [(u.name, u.activation_bytes, u.forward_flops) for u in described.units] == [
-        (u.name, u.activation_bytes, u.forward_flops) for u in live.units]
+        (u.name, u.activation_bytes, u.forward_flops) for u in live.units
+    ]
 
 
 def test_gpt2_flops_are_six_per_parameter_and_token_plus_attention() -> None:
@@ -92,8 +120,13 @@ def test_gpt2_flops_are_six_per_parameter_and_token_plus_attention() -> None:
 
 def test_more_layers_are_the_same_layer_again() -> None:
     def config(layers: int) -> LlamaConfig:
-        return LlamaConfig(num_hidden_layers=layers, hidden_size=64, intermediate_size=128,
-                           num_attention_heads=4, vocab_size=128)
+        return LlamaConfig(
+            num_hidden_layers=layers,
+            hidden_size=64,
+            intermediate_size=128,
+            num_attention_heads=4,
+            vocab_size=128,
+        )
 
     grown = describe_model(config(2), 2, 16, "bf16").with_layers(5)
     direct = describe_model(config(5), 2, 16, "bf16")

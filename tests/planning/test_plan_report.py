@@ -21,11 +21,23 @@ def test_4b_trains_within_12_gb() -> None:
 def test_the_report_says_memory_speed_reasons_and_help() -> None:
     report = plan_for("7b", "a100-40", 4, 1024)
     text = str(report)
-    for part in ("7b", "a100-40", "tokens/s", "MFU", "lane binds", "recomputing frees",
-                 "optimizer state on the host frees", "device memory", "host memory"):
+    for part in (
+        "7b",
+        "a100-40",
+        "tokens/s",
+        "MFU",
+        "lane binds",
+        "recomputing frees",
+        "optimizer state on the host frees",
+        "device memory",
+        "host memory",
+    ):
         assert part in text
     assert report.help, "a CPU-bound plan must say that a faster CPU helps"
-    assert all(seconds < report.plan.step_seconds for seconds in report.help.values())
+    assert all(rate > report.tokens_per_second for rate in report.help.values())
+    assert report.help["batch 8"] == pytest.approx(
+        plan_for("7b", "a100-40", 8, 1024, suggest=False).tokens_per_second
+    )
 
 
 def test_json_carries_the_same_figures() -> None:
@@ -38,8 +50,13 @@ def test_json_carries_the_same_figures() -> None:
 
 
 def test_a_config_json_is_planned(tmp_path: Path) -> None:
-    config = LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=128,
-                         num_attention_heads=4, vocab_size=128)
+    config = LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        vocab_size=128,
+    )
     config.save_pretrained(tmp_path)
     report = plan_for(str(tmp_path / "config.json"), "h100", 2, 16, suggest=False)
     assert len([u for u in report.description.units if u.is_layer]) == 2
@@ -48,7 +65,7 @@ def test_a_config_json_is_planned(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["{}", "[1]", "{", '"x"'])
 def test_a_foreign_json_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match="no Hugging Face config.json"):
+    with pytest.raises(ValueError, match=r"no Hugging Face config\.json"):
         plan_for(str(tmp_path / "config.json"), "h100", 2, 16)
 
 
@@ -61,4 +78,13 @@ def test_unknown_names_list_the_known() -> None:
 
 def test_what_does_not_fit_says_what_would() -> None:
     with pytest.raises(InfeasibleError, match="smallest gpu_mem"):
+        plan_for("7b", "a100-40", 1, 1024, gpu_mem="1GB")
+
+
+def test_what_does_not_fit_names_a_batch_that_does() -> None:
+    with pytest.raises(InfeasibleError, match=r"batch 2 fits\)") as error:
+        plan_for("gpt2", "a100-40", 8, 1024, gpu_mem="2GB")
+    assert error.value.smallest_gpu_mem > 2e9
+    plan_for("gpt2", "a100-40", 2, 1024, gpu_mem="2GB", suggest=False)
+    with pytest.raises(InfeasibleError, match="not even batch 1"):
         plan_for("7b", "a100-40", 1, 1024, gpu_mem="1GB")

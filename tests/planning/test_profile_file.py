@@ -14,7 +14,7 @@ from autohete.planning import profile_file
 from tests.plan.reference import layers, make_profile, random_profile
 
 
-@pytest.fixture()
+@pytest.fixture
 def saved(tmp_path: Path) -> Path:
     profile = random_profile(random.Random(1))
     plan = planning.make_plan(profile, 2**40)
@@ -71,34 +71,40 @@ def change(path: Path, *keys: str | int, value: object) -> None:
     path.write_text(json.dumps(document))
 
 
-@pytest.mark.parametrize(("keys", "value", "message"), [
-    (("format",), "other", "not an autohete profile"),
-    (("version",), 999, "version 999"),
-    (("profile", "units"), {}, "expected a list"),
-    (("profile", "units"), [], "units is empty"),
-    (("profile", "units", 0, "param_bytes"), "7", "param_bytes is '7'"),
-    (("profile", "units", 0, "param_bytes"), -7, "param_bytes is -7"),
-    (("profile", "units", 0, "forward_seconds"), -1.0, "forward_seconds is -1"),
-    (("profile", "hardware", "h2d_bytes_per_second"), 0, "h2d_bytes_per_second is 0"),
-    (("profile", "surprise"), 1, "unknown"),
-    (("plan", "units", 0, "parameters"), "moon", "expected one of device, host"),
-    (("plan", "units", 0, "first"), 3, "starts at 0"),
-    (("plan", "units", 0, "last"), 10**9, "starts at 0"),
-    (("plan", "units"), [], "0 units"),
-    (("plan", "window"), 0, "window is 0"),
-])
-def test_damage_is_named(saved: Path, keys: tuple[str | int, ...], value: object,
-                         message: str) -> None:
+@pytest.mark.parametrize(
+    ("keys", "value", "message"),
+    [
+        (("format",), "other", "not an autohete profile"),
+        (("version",), 999, "version 999"),
+        (("profile", "units"), {}, "expected a list"),
+        (("profile", "units"), [], "units is empty"),
+        (("profile", "units", 0, "param_bytes"), "7", "param_bytes is '7'"),
+        (("profile", "units", 0, "param_bytes"), -7, "param_bytes is -7"),
+        (("profile", "units", 0, "forward_seconds"), -1.0, "forward_seconds is -1"),
+        (("profile", "hardware", "h2d_bytes_per_second"), 0, "h2d_bytes_per_second is 0"),
+        (("profile", "surprise"), 1, "unknown"),
+        (("plan", "units", 0, "parameters"), "moon", "expected one of device, host"),
+        (("plan", "units", 0, "first"), 3, "starts at 0"),
+        (("plan", "units", 0, "last"), 10**9, "starts at 0"),
+        (("plan", "units"), [], "0 units"),
+        (("plan", "window"), 0, "window is 0"),
+    ],
+)
+def test_damage_is_named(
+    saved: Path, keys: tuple[str | int, ...], value: object, message: str
+) -> None:
     change(saved, *keys, value=value)
     with pytest.raises(ValueError, match=message):
         planning.load_profile(saved)
 
 
-@pytest.mark.parametrize("text", ["[]", "null", "{}", "3", '{"format": NaN}', "\x00\xff", "[" * 100000])
+@pytest.mark.parametrize(
+    "text", ["[]", "null", "{}", "3", '{"format": NaN}', "\x00\xff", "[" * 100000]
+)
 def test_foreign_files_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "autohete_profile.json"
     path.write_text(text, encoding="latin-1")
-    with pytest.raises(ValueError, match="autohete_profile.json"):
+    with pytest.raises(ValueError, match=r"autohete_profile\.json"):
         planning.load_profile(path)
 
 

@@ -31,4 +31,8 @@ def test_the_trace_is_a_chrome_trace_with_every_span(tmp_path: Path) -> None:
     spans = [event for event in events if event["ph"] == "X"]
     assert len(spans) == len(simulation.spans) > 0
     assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {
-        "device compute", "host to device", "device to host", "CPU updates"}
+        "device compute",
+        "host to device",
+        "device to host",
+        "CPU updates",
+    }

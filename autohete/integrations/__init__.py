@@ -1,0 +1,1 @@
+"""Seams to training frameworks. Each module is imported by name and needs its framework alone."""
