@@ -121,11 +121,10 @@ def convert(unit: Unit, precision: str | None) -> list[Tensor | None]:
     Raises:
         ValueError: "fp32" was asked for and a parameter is half.
     """
+    _leave_meta(unit)
     masters: list[Tensor | None] = []
     for parameter in unit.parameters:
         masters.append(None)
-        if parameter.is_meta:
-            _materialize(parameter)
         if precision is None or not parameter.is_floating_point():
             continue
         wanted = PRECISIONS[precision]
@@ -137,9 +136,36 @@ def convert(unit: Unit, precision: str | None) -> list[Tensor | None]:
         if parameter.dtype == torch.float32 and wanted != torch.float32:
             masters[-1] = parameter.data
             parameter.data = parameter.data.to(wanted)
-    if any(p.is_meta for p in unit.parameters):
-        raise AssertionError("a parameter stayed on the meta device")
     return masters
+
+
+def _leave_meta(unit: Unit) -> None:
+    """Give the unit's meta tensors memory, and the values their modules' reset_parameters gives.
+
+    Raises:
+        ValueError: a module has meta tensors of its own and no reset_parameters.
+    """
+    inside = {
+        id(module): module
+        for root in unit.modules
+        for module in (root.modules() if unit.is_layer else [root])
+    }
+    for module in inside.values():
+        own = [p for p in module.parameters(recurse=False) if p.is_meta]
+        buffers = [n for n, b in module.named_buffers(recurse=False) if b.is_meta]
+        if not own and not buffers:
+            continue
+        if not callable(getattr(module, "reset_parameters", None)):
+            raise ValueError(
+                f"model: {type(module).__name__} in unit {unit.name} has tensors on the meta "
+                "device and no reset_parameters(), expected a way to give them values; load the "
+                "weights (to_empty and load_state_dict) before wrapping"
+            )
+        for parameter in own:
+            _materialize(parameter)
+        for name in buffers:
+            module._buffers[name] = torch.zeros_like(module._buffers[name], device="cpu")
+        module.reset_parameters()  # type: ignore[operator]
 
 
 def _materialize(parameter: nn.Parameter) -> None:

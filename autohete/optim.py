@@ -135,7 +135,7 @@ class CPUAdamW(Optimizer):
         names = [name for group in final[0]["param_groups"] for name in group["params"]]
         for name, param in zip(names, params, strict=True):
             if name in final[0]["state"]:
-                self.state[param] = _loaded_state(param, final[0]["state"][name])
+                self.state[param] = loaded_state(param, final[0]["state"][name])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -272,7 +272,8 @@ def _complete_master(param: Tensor, state: dict[str, Any]) -> None:
         state["master"] = param.detach().to(torch.float32, memory_format=torch.preserve_format)
 
 
-def _loaded_state(param: Tensor, saved: dict[str, Any]) -> dict[str, Any]:
+def loaded_state(param: Tensor, saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of one parameter's state of a state dict, fp32 where it was fp32."""
     state: dict[str, Any] = {}
     for key, value in saved.items():
         if key == "step":

@@ -17,7 +17,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from autohete import _C
 from autohete.cuda_update import update_on_cuda
-from autohete.optim import CPUAdamW
+from autohete.optim import CPUAdamW, loaded_state
 
 if TYPE_CHECKING:
     from autohete.run import Run
@@ -41,6 +41,8 @@ class OptimizerBridge:
         self._seen: dict[tuple[int, int], dict[str, Any]] = {}
         self._step_before: Any = None
         self._installed: Any = None
+        self._loading: dict[str, Any] | None = None
+        self._load_hooks: list[Any] = []
 
     def _check_not_half_attached(self) -> None:
         step = vars(self.optimizer).get("step")
@@ -91,12 +93,33 @@ class OptimizerBridge:
         self._original = original
         self._installed = types.MethodType(step, self.optimizer)
         self.optimizer.step = self._installed  # type: ignore[method-assign]
+        self._watch_loading()
         self._adopt_states()
+
+    def _watch_loading(self) -> None:
+        bridge = weakref.ref(self)
+
+        def before(optimizer: Any, state_dict: dict[str, Any]) -> None:
+            ours = bridge()
+            if ours is not None:
+                ours._loading = state_dict
+
+        def after(optimizer: Any) -> None:
+            ours = bridge()
+            if ours is not None:
+                ours._loaded()
+
+        self._load_hooks = [
+            self.optimizer.register_load_state_dict_pre_hook(before),
+            self.optimizer.register_load_state_dict_post_hook(after),
+        ]
 
     def remove(self) -> None:
         """Give step() back."""
         if self._installed is None:
             return
+        for hook in self._load_hooks:
+            hook.remove()
         if vars(self.optimizer).get("step") is self._installed:
             if self._step_before is None:
                 del self.optimizer.step
@@ -206,6 +229,17 @@ class OptimizerBridge:
                     given.get("master"),
                 )
                 self._publish(u, i)
+
+    def _loaded(self) -> None:
+        """Torch has cast the fp32 state of half parameters down: take it from the dict again."""
+        state_dict, self._loading = self._loading, None
+        if not self.native or state_dict is None:
+            return
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        names = [name for group in state_dict["param_groups"] for name in group["params"]]
+        for name, param in zip(names, params, strict=True):
+            if name in state_dict["state"] and param.dtype != torch.float32:
+                self.optimizer.state[param] = loaded_state(param, state_dict["state"][name])
 
     def _publish(self, u: int, i: int) -> None:
         """Show the engine's tensors as the parameter's state."""

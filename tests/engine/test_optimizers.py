@@ -114,7 +114,8 @@ def test_training_resumed_under_autohete_goes_on_as_if_it_had_not_stopped(make, 
     for leg, kind in enumerate(["all+c", "state", None]):
         model = build()
         optimizer = make(model)
-        load_late = leg == 1  # after wrapping, or before
+        # After wrapping, or before; torch's own load_state_dict loses bits of half state.
+        load_late = leg == 1 or (half and make is torch_adamw)
         if saved and not load_late:
             model.load_state_dict(saved[0])
             optimizer.load_state_dict(saved[1])
@@ -273,7 +274,7 @@ def closing_loop(model, optimizer, step):
         loss.backward()
         return loss
 
-    return float(optimizer.step(closure))
+    return optimizer.step(closure).item()
 
 
 @pytest.mark.parametrize("plan", PLANS)
