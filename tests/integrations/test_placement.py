@@ -116,6 +116,7 @@ def test_copies_and_pickles_of_a_held_model_can_be_moved():
     [
         ({"bf16_full_eval": True}, "bf16_full_eval"),
         ({"optim": "adalomo"}, "lomo"),
+        ({"torch_compile": True}, "torch_compile"),
     ],
 )
 def test_arguments_that_do_not_go_together_are_refused_when_the_trainer_is_built(arguments, what):
