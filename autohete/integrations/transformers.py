@@ -232,14 +232,16 @@ class AutoHeteCallback(TrainerCallback):  # type: ignore[misc]
             (args.n_gpu > 1, f"{args.n_gpu} GPUs (DataParallel)"),
             (bool(args.fsdp), "fsdp"),
             (bool(args.deepspeed), "deepspeed"),
+            (bool(args.torch_compile), "torch_compile"),
             (args.fp16_full_eval or args.bf16_full_eval, "fp16_full_eval or bf16_full_eval"),
             ("lomo" in optim or "layerwise" in optim, f"optim={optim}"),
         ):
             if wrong:
                 raise ValueError(
                     f"AutoHeteCallback: the Trainer uses {what}, expected one process with one "
-                    "device and an optimizer that updates in step(); start one process and set "
-                    "CUDA_VISIBLE_DEVICES to one GPU, or leave that argument out"
+                    "device, a model that is not compiled or converted, and an optimizer that "
+                    "updates in step(); start one process and set CUDA_VISIBLE_DEVICES to one GPU, "
+                    "or leave that argument out"
                 )
         if args.device.type == "cpu":
             Config(**self._options).budget_for(args.device)

@@ -51,6 +51,7 @@ def loop(
     )
     accelerator.scaler = scaler
     plain = gpt2()
+    plain.config.use_cache = False  # transformers 4.57 would grow a cache while training
     inner = adamw(plain)
     model: Any = plain
     if ours:

@@ -17,12 +17,12 @@ from trainers import assert_same_training, inner_optimizer, ours_of, train, trai
 
 
 @pytest.fixture
-def fp16(monkeypatch):
+def fp16():
     def put(trainer, init_scale):
         accelerator = trainer.accelerator
         accelerator.native_amp = True
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=3)
-        monkeypatch.setattr(accelerator.state, "_mixed_precision", "fp16")
+        accelerator.state._mixed_precision = "fp16"  # until the reset below
         train(trainer)
         return trainer
 
@@ -55,7 +55,8 @@ def test_a_step_goes_through_the_engine_and_not_through_the_step_accelerate_capt
     assert getattr(step, "_autohete_step", False)
     ours_of(ours).unwrap()
     train(ours)
-    assert "_autohete_step" not in vars(inner_optimizer(ours).step.__func__)
+    step = inner_optimizer(ours).step  # a scheduler may have put its own function there
+    assert not hasattr(getattr(step, "__func__", step), "_autohete_step")
 
 
 def test_steps_that_are_all_skipped_are_counted_and_told_once(fp16, caplog):

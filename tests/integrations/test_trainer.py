@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file
 from trainers import (
     assert_same_training,
+    gpt2,
     inner_optimizer,
     llama,
     logged,
@@ -23,6 +24,8 @@ from trainers import (
     trainer,
 )
 from transformers import TrainerCallback
+
+from autohete import CPUAdamW
 
 SETTINGS = {
     "default": {},
@@ -108,6 +111,23 @@ def test_optimizers_of_other_kinds_run_their_own_step(optim):
     assert_same_training(trained(ours=True, **setting), trained(ours=False, **setting))
 
 
+def test_lora_with_a_frozen_base_is_the_same():
+    peft = pytest.importorskip("peft")
+
+    def build():
+        model = gpt2()
+        config = peft.LoraConfig(
+            r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", lora_dropout=0.1
+        )
+        return peft.get_peft_model(model, config)
+
+    def optimizer(model):
+        return CPUAdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+
+    setting = {"build": build, "optimizer": optimizer}
+    assert_same_training(trained(ours=True, **setting), trained(ours=False, **setting))
+
+
 # ------------------------------------------------------------------------- saving and resuming
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
@@ -120,6 +140,18 @@ def test_a_run_resumed_from_a_checkpoint_is_the_run_that_went_on(tmp_path, saver
     trained(ours=saver == "ours", folder=tmp_path, **SAVING)
     resumed = trainer(ours=resumer == "ours", folder=tmp_path, **SAVING)
     train(resumed, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert logged(resumed)[2:-1] == logged(straight)[2:-1]
+    resumed.state.log_history = straight.state.log_history
+    assert_same_training(resumed, straight)
+
+
+def test_half_parameters_resume_from_their_masters(tmp_path):
+    setting = {"ours": {"precision": "bf16"}, "folder": tmp_path, **SAVING}
+    straight = trained(**setting)
+    resumed = trainer(**setting)
+    train(resumed, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert {p.dtype for p in resumed.model.parameters()} == {torch.bfloat16}
+    assert any("master" in s for s in inner_optimizer(resumed).state.values())
     assert logged(resumed)[2:-1] == logged(straight)[2:-1]
     resumed.state.log_history = straight.state.log_history
     assert_same_training(resumed, straight)

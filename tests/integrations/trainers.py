@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -98,9 +99,13 @@ def trainer(
     **arguments: Any,
 ) -> Trainer:
     """`ours` are the callback's options, True for the usual ones, False for the plain Trainer."""
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # 4.57 leaves its last value there
     model = build()
     callbacks = list(before)
-    if ours is not False:
+    if ours is False:
+        # As Trainer 5 does. 4.57 leaves it on, and bf16 attention with a cache rounds otherwise.
+        model.config.use_cache = False
+    else:
         callbacks.append(callback(model, **({} if ours is True else ours)))
     callbacks += after
     known = {
