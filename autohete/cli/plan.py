@@ -26,7 +26,10 @@ are named.
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--seq", type=click.IntRange(1), default=1024, show_default=True)
 @click.option(
-    "--precision", type=click.Choice(["fp32", "bf16", "fp16", "autocast"]), default="bf16", show_default=True
+    "--precision",
+    type=click.Choice(["fp32", "bf16", "fp16", "autocast"]),
+    default="bf16",
+    show_default=True,
 )
 @click.option("--gpu-mem", help='Device memory to use, e.g. "24GiB".  [default: the GPU\'s]')
 @click.option("--cpu-mem", help='Host memory to use, e.g. "128GiB".  [default: the machine\'s]')

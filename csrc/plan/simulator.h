@@ -38,9 +38,9 @@ struct SimulatedSpan {
 };
 
 struct Simulation {
-  double step_seconds = 0;           // mean period of the second half of the steps
-  double first_step_seconds = 0;     // until the first step's backward has ended
-  double compute_seconds = 0;        // of one step; the rest of step_seconds the device waits
+  double step_seconds = 0;        // mean period of the second half of the steps
+  double first_step_seconds = 0;  // until the first step's backward has ended
+  double compute_seconds = 0;     // of one step; the rest of step_seconds the device waits
   // Mean wait between the end of a step's compute (device updates included) and the first forward
   // of the next one, over the second half of the steps.
   double gap_seconds = 0;
