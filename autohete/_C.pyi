@@ -259,6 +259,7 @@ class HardwareProfile:
 class Profile:
     gradients_persist: bool
     hardware: HardwareProfile
+    speculates: bool
     @typing.overload
     def __init__(self) -> None:
         ...
@@ -463,6 +464,9 @@ class Segment:
     @property
     def max_state(self) -> int:
         ...
+    @property
+    def period(self) -> int:
+        ...
 class Formulation:
     def counts_of(self, values: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> list[SegmentCounts]:
         ...
@@ -580,6 +584,9 @@ class Simulation:
         ...
     @property
     def first_step_seconds(self) -> float:
+        ...
+    @property
+    def gap_seconds(self) -> float:
         ...
     @property
     def spans(self) -> list[SimulatedSpan]:

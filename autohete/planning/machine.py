@@ -191,7 +191,7 @@ def _cuda_lanes(workers: _C.Workers) -> Lanes:
     def copy(i: int, dst: torch.Tensor, src: torch.Tensor) -> None:
         with torch.cuda.stream(streams[i]):
             dst.copy_(src, non_blocking=True)
-        streams[i].synchronize()  # type: ignore[no-untyped-call]
+        streams[i].synchronize()
 
     def device_update(num_parameters: int) -> None:
         on_device.step()
