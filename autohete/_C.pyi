@@ -286,6 +286,7 @@ class HardwareProfile:
 class Profile:
     gradients_persist: bool
     hardware: HardwareProfile
+    speculates: bool
     @typing.overload
     def __init__(self) -> None:
         ...
@@ -489,6 +490,9 @@ class Segment:
         ...
     @property
     def max_state(self) -> int:
+        ...
+    @property
+    def period(self) -> int:
         ...
 class Formulation:
     def counts_of(self, values: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> list[SegmentCounts]:

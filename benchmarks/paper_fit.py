@@ -35,10 +35,11 @@ def fit_rates(batches: tuple[int, int], bounds: list[tuple[float, float]]) -> tu
         return paper.rms_error(expected)
 
     rng = random.Random(0)
-    starts = [
+    starts: list[Rates] = [
         tuple(math.exp(rng.uniform(math.log(low), math.log(high))) for low, high in bounds)
         for _ in range(NUM_STARTS)
     ]
+    starts.append(tuple(getattr(paper.FITTED, name) for name in paper.BOUNDS))
     least, best = min((error(start), start) for start in starts)
     step = 0.3
     while step > 0.002:

@@ -18,6 +18,7 @@ SUBCOMMANDS = {
     "demo": "autohete.cli.demo",
     "doctor": "autohete.cli.doctor",
     "plan": "autohete.cli.plan",
+    "profile": "autohete.cli.profile",
     "simulate": "autohete.cli.simulate",
 }
 

@@ -21,6 +21,7 @@ from autohete.planning.profile_file import write_atomically
 HEADROOM = 0.1  # of the host memory, left to the rest of the process and the machine
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 _CACHE_VERSION = 1
+_MOST_SECONDS = 0.4  # on one rate, so that all take under 20 s on a slow or busy machine
 
 
 # ---- memory and cores
@@ -152,7 +153,7 @@ def measure_hardware(
         refresh: measure even if a result is kept.
         progress: told what is being measured.
     """
-    path = _cache_path(device_name, cache_dir)
+    path = cache_path(device_name, cache_dir)
     kept = None if refresh else _read_cache(path)
     if kept is not None:
         return kept
@@ -172,8 +173,10 @@ def _measure(lanes: Lanes, progress: Callable[[str], None]) -> _C.HardwareProfil
     hardware.link_latency_seconds = (latency_up + latency_down) / 2
     progress("AdamW on the CPU and on the device")
     parameters = lanes.num_parameters
-    hardware.cpu_params_per_second = parameters / _seconds(lanes.update_on_cpu, parameters)
-    hardware.device_params_per_second = parameters / _seconds(lanes.update_on_device, parameters)
+    hardware.cpu_params_per_second = parameters / shortest_seconds(lanes.update_on_cpu, parameters)
+    hardware.device_params_per_second = parameters / shortest_seconds(
+        lanes.update_on_device, parameters
+    )
     progress("lanes together")
 
     def to_device() -> None:
@@ -192,27 +195,30 @@ def _measure(lanes: Lanes, progress: Callable[[str], None]) -> _C.HardwareProfil
     return hardware
 
 
-def _seconds(work: Callable[[int], None], amount: int, repeats: int = 5) -> float:
-    """The shortest of a few runs after one that warms up."""
+def shortest_seconds(work: Callable[[int], None], amount: int = 0, repeats: int = 5) -> float:
+    """Return the shortest of a few runs after one that warms up; fewer where they take long."""
     work(amount)
-    best = float("inf")
+    best, begin = float("inf"), time.perf_counter()
     for _ in range(repeats):
         start = time.perf_counter()
         work(amount)
-        best = min(best, time.perf_counter() - start)
+        end = time.perf_counter()
+        best = min(best, end - start)
+        if end - begin > _MOST_SECONDS:
+            break
     return max(best, 1e-9)
 
 
 def _line(work: Callable[[int], None], small: int, large: int) -> tuple[float, float]:
     """Latency and rate of t = latency + bytes / rate through two sizes."""
-    at_small, at_large = _seconds(work, small), _seconds(work, large)
+    at_small, at_large = shortest_seconds(work, small), shortest_seconds(work, large)
     rate = (large - small) / max(at_large - at_small, 1e-9)
     return max(0.0, at_small - small / rate), rate
 
 
 def _share(work: Callable[[], None], background: Callable[[], None], repeats: int = 5) -> float:
     """The share of its speed that `work` keeps while `background` goes on in another thread."""
-    alone = _seconds(lambda _: work(), 0, repeats)
+    alone = shortest_seconds(lambda _: work(), 0, repeats)
     stop, started = threading.Event(), threading.Event()
     failed: list[BaseException] = []
 
@@ -229,7 +235,7 @@ def _share(work: Callable[[], None], background: Callable[[], None], repeats: in
     thread.start()
     try:
         started.wait()
-        together = _seconds(lambda _: work(), 0, repeats)
+        together = shortest_seconds(lambda _: work(), 0, repeats)
     finally:
         stop.set()
         thread.join()
@@ -241,7 +247,8 @@ def _share(work: Callable[[], None], background: Callable[[], None], repeats: in
 # ---- cache
 
 
-def _cache_path(device_name: str, cache_dir: Path | None) -> Path:
+def cache_path(device_name: str, cache_dir: Path | None) -> Path:
+    """Return where what is measured of this machine with this device is kept."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(base) / "autohete" if cache_dir is None else cache_dir
     machine = "|".join(

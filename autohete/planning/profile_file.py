@@ -52,6 +52,7 @@ _PROFILE_FIELDS: dict[str, type] = {
     "fixed_host_bytes": int,
     "gradient_accumulation_steps": int,
     "gradients_persist": bool,
+    "speculates": bool,
     "chunk_bytes": int,
 }
 _PLAN_FIELDS: dict[str, type] = {
@@ -83,6 +84,8 @@ def profile_to_dict(profile: _C.Profile) -> dict[str, Any]:
 def profile_from_dict(data: Any, where: str = "profile") -> _C.Profile:
     """Return the profile that `profile_to_dict` described, checked."""
     profile = _C.Profile()
+    if isinstance(data, dict):
+        data = {"speculates": False, **data}  # files from before it was written
     _check_keys(data, {*_PROFILE_FIELDS, "hardware", "units"}, where)
     _set_fields(profile, data, _PROFILE_FIELDS, where)
     hardware = _C.HardwareProfile()

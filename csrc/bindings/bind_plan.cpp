@@ -68,6 +68,7 @@ void bind_data(py::module_& module) {
       .def_readwrite("fixed_host_bytes", &Profile::fixed_host_bytes)
       .def_readwrite("gradient_accumulation_steps", &Profile::gradient_accumulation_steps)
       .def_readwrite("gradients_persist", &Profile::gradients_persist)
+      .def_readwrite("speculates", &Profile::speculates)
       .def_readwrite("chunk_bytes", &Profile::chunk_bytes);
   py::class_<Budgets>(module, "Budgets")
       .def(py::init([](std::size_t device, std::size_t host) { return Budgets{device, host}; }),
@@ -127,6 +128,7 @@ void bind_formulation(py::module_& module) {
   py::class_<Segment>(module, "Segment")
       .def_readonly("first", &Segment::first)
       .def_readonly("count", &Segment::count)
+      .def_readonly("period", &Segment::period)
       .def_readonly("max_recompute", &Segment::max_recompute)
       .def_readonly("max_parameters", &Segment::max_parameters)
       .def_readonly("max_state", &Segment::max_state);

@@ -84,6 +84,7 @@ std::size_t host_bytes(const Profile& profile, const Plan& plan) {
     if (plan.units[i].optimizer_state == Tier::kDevice) continue;
     const bool parameters = plan.units[i].parameters == Tier::kHost;
     sum += unit.state_bytes + unit.grad_bytes;
+    if (profile.speculates) sum += unit.state_bytes + unit.grad_bytes;  // trainable parameters'
     sum += parameters ? unit.param_bytes : unit.master_bytes;
   }
   return sum;

@@ -19,7 +19,8 @@ namespace autohete {
 std::size_t device_peak_bytes(const Profile& profile, const Plan& plan);
 
 // Pinned and ordinary host memory: state and gradients of units updated on the host, their
-// parameter blocks (or the copy kept of them when only the state is offloaded), fixed_host_bytes.
+// parameter blocks (or the copy kept of them when only the state is offloaded), a second copy of
+// state and parameters where updates are speculated, fixed_host_bytes.
 std::size_t host_bytes(const Profile& profile, const Plan& plan);
 
 // Seconds of work per step on each lane, waits not included.

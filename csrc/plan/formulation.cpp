@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "csrc/base/check.h"
+#include "csrc/plan/expression.h"
 
 namespace autohete {
 namespace {
@@ -17,31 +18,6 @@ constexpr int kMaxSegmentsForTriples = 10;  // 220 rows; past it three of the wi
 // Indices of the variables of one segment.
 struct SegmentVariables {
   int c, p, o, y, z, x, r, forward, backward;
-};
-
-// A linear expression under construction. A variable appears once (GLPK insists).
-struct Expression {
-  std::vector<Term> terms;
-  double constant = 0;
-
-  Expression& add(int variable, double coefficient) {
-    const auto known = std::find_if(terms.begin(), terms.end(),
-                                    [&](const Term& term) { return term.variable == variable; });
-    if (known != terms.end()) {
-      known->coefficient += coefficient;
-    } else if (coefficient != 0) {
-      terms.push_back({variable, coefficient});
-    }
-    return *this;
-  }
-  Expression& add(double value) {
-    constant += value;
-    return *this;
-  }
-  Expression& add(const Expression& other) {
-    for (const Term& term : other.terms) add(term.variable, term.coefficient);
-    return add(other.constant);
-  }
 };
 
 class Builder {
@@ -65,6 +41,7 @@ class Builder {
   int num_segments() const { return static_cast<int>(out_.segments.size()); }
   const Segment& segment(int g) const { return out_.segments[g]; }
   const UnitSeconds& seconds(int g) const { return out_.segments[g].seconds; }
+  const UnitSeconds& of_layer(int g) const { return out_.segments[g].of_layer; }
 
   int new_variable(std::string name, double upper, bool integer = false) {
     out_.variables.push_back({std::move(name), upper, integer});
@@ -91,8 +68,9 @@ class Builder {
       device += static_cast<double>(s.count) *
                 static_cast<double>(u.param_bytes + u.state_bytes + u.grad_bytes +
                                     u.activation_bytes + u.temporary_bytes);
-      host += static_cast<double>(s.count) *
-              static_cast<double>(u.param_bytes + u.state_bytes + u.grad_bytes + u.master_bytes);
+      host +=
+          static_cast<double>(s.count) *
+          static_cast<double>(u.param_bytes + 2 * (u.state_bytes + u.grad_bytes) + u.master_bytes);
       time += s.count * (s.seconds.forward + s.seconds.backward + s.seconds.cpu_update);
       units += s.count;
     }
@@ -100,7 +78,11 @@ class Builder {
     out_.host_scale = host;
     out_.time_scale = time > 0 ? time * profile_.gradient_accumulation_steps : 1;
     out_.tie_break = kTieBreak / units;
-    for (Segment& s : out_.segments) scale_seconds(s.seconds);
+    for (Segment& s : out_.segments) {
+      scale_seconds(s.seconds);
+      scale_seconds(s.of_layer);
+      s.recompute_seconds /= out_.time_scale;
+    }
   }
 
   // From here on the segments' seconds are in units of time_scale.
@@ -149,7 +131,7 @@ class Builder {
     out_.device = new_variable("device", device_units(budgets_.device_bytes));
     out_.host = new_variable("host", host_units(budgets_.host_bytes));
     for (int g = 0; g < num_segments(); ++g) {
-      const double slots = options_.window * device_units(segment(g).unit.param_bytes);
+      const double slots = options_.window * device_units(segment(g).largest_param_bytes);
       at_least(window, Expression().add(of_[g].z, slots));
     }
     add_leaving_gradients(leaving);
@@ -189,8 +171,9 @@ class Builder {
       first.add(saved(h));
       last.add(saved(h));
     }
-    last.add(saved(g)).add(of_[g].r, device_units(u.activation_bytes));
-    first.add(device_units(u.activation_bytes + u.checkpoint_bytes));
+    const std::size_t again = segment(g).largest_recomputed_bytes;
+    last.add(saved(g)).add(of_[g].r, device_units(again));
+    first.add(device_units(std::max(u.activation_bytes, u.checkpoint_bytes + again)));
     first.add(device_units(u.temporary_bytes));
     last.add(device_units(u.temporary_bytes));
     if (!profile_.gradients_persist) {
@@ -210,6 +193,7 @@ class Builder {
     for (int g = 0; g < num_segments(); ++g) {
       const UnitProfile& u = segment(g).unit;
       host.add(of_[g].o, host_units(u.state_bytes + u.grad_bytes + u.master_bytes));
+      if (profile_.speculates) host.add(of_[g].o, host_units(u.state_bytes + u.grad_bytes));
       host.add(of_[g].p, host_units(u.param_bytes) - host_units(u.master_bytes));
     }
     at_least(out_.host, host);
@@ -221,7 +205,8 @@ class Builder {
     const int num = num_segments();
     if (num > kMaxSegmentsForTriples) {
       for (int g = 0; g < num; ++g) {
-        at_least(leaving, Expression().add(of_[g].y, 3 * device_units(segment(g).unit.grad_bytes)));
+        at_least(leaving,
+                 Expression().add(of_[g].y, 3 * device_units(segment(g).largest_grad_bytes)));
       }
       return;
     }
@@ -236,8 +221,9 @@ class Builder {
     Expression expression;
     std::vector<int> taken(num_segments(), 0);
     for (const int g : triple) {
-      if (++taken[g] > segment(g).count) continue;  // a shorter segment gives what it has
-      expression.add(of_[g].y, device_units(segment(g).unit.grad_bytes));
+      if (++taken[g] > segment(g).count * segment(g).period)
+        continue;  // a shorter segment gives what it has
+      expression.add(of_[g].y, device_units(segment(g).largest_grad_bytes));
     }
     at_least(leaving, expression);
   }
@@ -256,7 +242,7 @@ class Builder {
   Expression streaming(int g, double times = 1) const {
     return Expression()
         .add(of_[g].p, times * seconds(g).upload)
-        .add(-times * options_.window * seconds(g).upload);
+        .add(-times * options_.window * of_layer(g).upload);
   }
 
   void add_forward(int g) {
@@ -268,17 +254,18 @@ class Builder {
   }
 
   void add_backward(int g) {
-    const double n = segment(g).count, f = seconds(g).forward, b = seconds(g).backward;
-    const double download = seconds(g).download;
+    const double n = segment(g).count, again = segment(g).recompute_seconds;
+    const double b = seconds(g).backward, download = seconds(g).download;
     const SegmentVariables& v = of_[g];
-    at_least(v.backward, Expression().add(n * b).add(v.c, f));
+    at_least(v.backward, Expression().add(n * b).add(v.c, again));
     at_least(v.backward, streaming(g));
     at_least(v.backward, streaming(g).add(n * b).add(v.o, -b));
     if (download > b) {  // else the buffers never run out
       Expression leaving;
-      leaving.add((n + 2) * b - 3 * download).add(v.o, download - b);
+      leaving.add(n * b + 2 * of_layer(g).backward - 3 * of_layer(g).download);
+      leaving.add(v.o, download - b);
       at_least(v.backward, leaving);
-      at_least(v.backward, leaving.add(v.c, f).add(v.o, -f));
+      at_least(v.backward, leaving.add(v.c, again).add(v.o, -again));
     }
   }
 
@@ -294,7 +281,7 @@ class Builder {
       cpu.add(v.o, s.cpu_update);
       d2h.add(v.o, m * s.download);
       h2d.add(v.o, s.upload_update).add(v.p, 2 * m * s.upload - s.upload_update);
-      h2d.add(v.z, -options_.window * s.upload);
+      h2d.add(v.z, -options_.window * of_layer(g).upload);
     }
     for (const Expression& lane : {compute, cpu, d2h, h2d}) at_least(out_.step, lane);
     for (int g = 0; g < num_segments(); ++g) {
@@ -315,8 +302,8 @@ class Builder {
   }
 
   enum class Work { kUpdate, kUpload, kDownload };
-  double work_seconds(int g, Work work) const {
-    const UnitSeconds& s = seconds(g);
+  double work_seconds(int g, Work work) const { return work_seconds(seconds(g), work); }
+  static double work_seconds(const UnitSeconds& s, Work work) {
     if (work == Work::kUpdate) return s.cpu_update;
     return work == Work::kUpload ? s.upload_update : s.download;
   }
@@ -335,13 +322,13 @@ class Builder {
   void add_ungated_loop(int g) {
     const SegmentVariables& v = of_[g];
     const UnitSeconds& s = seconds(g);
-    const double loop = s.download + s.cpu_update + s.upload_update;
-    const double visit = s.forward + s.backward;
+    const UnitSeconds& layer = of_layer(g);
+    const double loop = layer.download + layer.cpu_update + layer.upload_update;
     for (const Work work : {Work::kUpdate, Work::kUpload}) {
       Expression first = around(g, false), last = around(g, false);
-      first.add(v.o, visit).add(v.x, s.forward).add(v.y, loop);
+      first.add(v.o, s.forward + s.backward).add(v.x, segment(g).recompute_seconds).add(v.y, loop);
       add_queue(first, g, work);
-      last.add(v.y, visit + loop - work_seconds(g, work));
+      last.add(v.y, layer.forward + layer.backward + loop - work_seconds(layer, work));
       add_queue(last, g + 1, work);
       at_least(out_.step, first);
       at_least(out_.step, last);
@@ -355,23 +342,24 @@ class Builder {
   void add_gated_loop(int g) {
     const SegmentVariables& v = of_[g];
     const UnitSeconds& s = seconds(g);
-    const double renew = s.cpu_update + s.upload_update;
+    const UnitSeconds& layer = of_layer(g);
+    const double renew = layer.cpu_update + layer.upload_update;
     for (const Work work : {Work::kUpdate, Work::kUpload}) {
       Expression first = around(g, true), last = around(g, true);
       first.add(v.o, s.forward).add(v.y, renew);
       add_queue(first, g, work);
-      last.add(v.y, s.forward + renew - work_seconds(g, work));
+      last.add(v.y, layer.forward + renew - work_seconds(layer, work));
       add_queue(last, g + 1, work);
       at_least(out_.step, first);
       at_least(out_.step, last);
     }
     Expression first = around(g, false), last = around(g, false);
-    first.add(v.o, s.forward + s.backward).add(v.y, s.download + renew);
-    last.add(v.y, s.forward + s.backward + renew);
+    first.add(v.o, s.forward + s.backward).add(v.y, layer.download + renew);
+    last.add(v.y, layer.forward + layer.backward + renew);
     add_queue(last, g + 1, Work::kDownload);
     at_least(out_.step, first);
     at_least(out_.step, last);
-    if (g == 0 && segment(0).count == 1) add_blocking();
+    if (g == 0 && segment(0).count * segment(0).period == 1) add_blocking();
   }
 
   // The first unit's gradients land after the gate has opened; by then the CPU has begun with
@@ -379,7 +367,7 @@ class Builder {
   void add_blocking() {
     const UnitSeconds& s = seconds(0);
     for (int h = 1; h < num_segments(); ++h) {
-      const double blocked = seconds(h).cpu_update;
+      const double blocked = of_layer(h).cpu_update;
       if (blocked <= s.download) continue;
       Expression wait = around(0, true);
       wait.add(of_[0].o, s.forward).add(of_[0].y, s.cpu_update + s.upload_update + blocked);
@@ -396,12 +384,6 @@ class Builder {
   Formulation out_;
 };
 
-double value_of(const Bound& bound, const std::vector<double>& values) {
-  double sum = bound.constant;
-  for (const Term& term : bound.terms) sum += term.coefficient * values[term.variable];
-  return sum;
-}
-
 }  // namespace
 
 Formulation formulate(const Profile& profile, const Budgets& budgets,
@@ -409,53 +391,6 @@ Formulation formulate(const Profile& profile, const Budgets& budgets,
   require(options.window >= 1 && options.window <= 1024, "planner: window is ", options.window,
           ", expected 1 .. 1024");
   return Builder(profile, budgets, options).build();
-}
-
-std::vector<double> objective(const Formulation& formulation, Goal goal) {
-  std::vector<double> cost(formulation.variables.size(), 0);
-  for (int i = 0; i < formulation.num_counts(); ++i) cost[i] = formulation.tie_break;
-  if (goal == Goal::kStepSeconds) cost[formulation.step] = 1;
-  if (goal == Goal::kDeviceBytes) cost[formulation.device] = 1;
-  if (goal == Goal::kHostBytes) cost[formulation.host] = 1;
-  return cost;
-}
-
-std::vector<double> evaluate(const Formulation& formulation,
-                             const std::vector<SegmentCounts>& counts) {
-  AH_ASSERT(counts.size() == formulation.segments.size());
-  std::vector<double> values(formulation.variables.size(), 0);
-  for (std::size_t g = 0; g < counts.size(); ++g) {
-    values[3 * g] = counts[g].recompute;
-    values[3 * g + 1] = counts[g].parameters;
-    values[3 * g + 2] = counts[g].state;
-  }
-  const int free = formulation.num_counts();
-  for (const Bound& bound : formulation.bounds) {
-    if (bound.variable < free) continue;
-    double value = value_of(bound, values);
-    if (formulation.variables[bound.variable].integer) value = std::ceil(value - 1e-9);
-    values[bound.variable] = std::max(values[bound.variable], value);
-  }
-  return values;
-}
-
-bool within_budgets(const Formulation& formulation, const std::vector<double>& values) {
-  const auto below = [&](int variable) {
-    return values[variable] <= formulation.variables[variable].upper + 1e-13;
-  };
-  return below(formulation.device) && below(formulation.host);
-}
-
-std::vector<SegmentCounts> counts_of(const Formulation& formulation,
-                                     const std::vector<double>& values) {
-  AH_ASSERT(values.size() == formulation.variables.size());
-  std::vector<SegmentCounts> counts(formulation.segments.size());
-  for (std::size_t g = 0; g < counts.size(); ++g) {
-    counts[g].recompute = static_cast<int>(std::lround(values[3 * g]));
-    counts[g].parameters = static_cast<int>(std::lround(values[3 * g + 1]));
-    counts[g].state = static_cast<int>(std::lround(values[3 * g + 2]));
-  }
-  return counts;
 }
 
 }  // namespace autohete

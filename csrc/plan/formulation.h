@@ -5,6 +5,10 @@
 // and nothing gains from a larger one. So for given counts its value is the largest of its bounds
 // (rounded up when integer), computed in one pass in the order of the variables: evaluate().
 //
+// A super-layer (segments.h) counts with its sums; where a row means one layer (window slots, the
+// leaving gradients, a loop's own D, U, H, f, b beside y) with its largest layer's bytes and its
+// mean layer's seconds. r's a is the largest layer's, as only one is recomputed at a time.
+//
 // Variables per segment g of n identical units, all >= 0 (meaning of c, p, o: segments.h):
 //   c, p, o   integers;   y = [o > 0], z = [p > 0];   x >= c + o - n;   r >= c - n + 1
 //   F, B      seconds of the segment's forward and backward, stalls for parameters included
@@ -20,7 +24,7 @@
 //   last unit:   device >= base + earlier and own(a(n-c) + k c) + a r + t  (+ later G(n-o) + G)
 //   first unit:  device >= base + earlier(a(n-c) + k c) + a + k + t + later and own G(n-o)
 //                (bracketed terms, and this row, only where gradients do not persist)
-//   host >= fixed + sum[ (S + G) o + P p + master (o - p) ]
+//   host >= fixed + sum[ (S + G) o + P p + master (o - p) ]  (+ sum (S + G) o if it speculates)
 // Time rows (f, b forward and backward, H upload, D download, U and A update on CPU and device;
 // m accumulation steps; w window; one-machine bounds "released here, due there"):
 //   F >= n f;              F >= (p-w)H;   F >= (n-o) f + (p-w)H

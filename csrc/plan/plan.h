@@ -55,6 +55,9 @@ struct Profile {
   // Gradients of units updated on the device live on through the next forward (preallocated, or
   // zeroed late). False: they appear during backward and are gone before the next forward.
   bool gradients_persist = true;
+  // Updates on the host run before the step is known to be good and can be taken back: the host
+  // keeps a second copy of what they overwrite, state and trainable parameters.
+  bool speculates = false;
   std::size_t chunk_bytes = std::size_t{4} << 20;
 };
 

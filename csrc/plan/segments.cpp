@@ -1,5 +1,9 @@
 #include "csrc/plan/segments.h"
 
+#include <algorithm>
+#include <tuple>
+#include <utility>
+
 #include "csrc/base/check.h"
 
 namespace autohete {
@@ -13,21 +17,91 @@ bool same_layer(const UnitProfile& a, const UnitProfile& b) {
          a.can_offload_parameters == b.can_offload_parameters && a.can_recompute == b.can_recompute;
 }
 
-Segment start_segment(const Profile& profile, int index) {
+constexpr int kMaxPeriod = 16;
+constexpr int kMinRepeats = 3;  // fewer are planned as runs of their own
+
+bool pays_to_recompute(const UnitProfile& unit) {
+  return unit.can_recompute && unit.checkpoint_bytes < unit.activation_bytes;
+}
+
+// How often the kinds of `period` layers from `first` on come in a row.
+int num_repeats(const Profile& profile, int first, int period) {
+  const int end = static_cast<int>(profile.units.size());
+  int last = first + period;
+  while (last < end && profile.units[last].kind == profile.units[last - period].kind) ++last;
+  return last <= end ? (last - first) / period : 0;
+}
+
+bool can_be_one(const Profile& profile, int first, int period) {
+  const UnitProfile& one = profile.units[first];
+  for (int i = first; i < first + period; ++i) {
+    const UnitProfile& unit = profile.units[i];
+    if (unit.param_bytes == 0) return false;
+    if (unit.can_offload_parameters != one.can_offload_parameters) return false;
+  }
+  return true;
+}
+
+// The period and the count of what covers most from `first` on; of equals the shortest period.
+std::pair<int, int> longest_run(const Profile& profile, int first) {
+  std::pair<int, int> best{1, num_repeats(profile, first, 1)};
+  for (int period = 2; period <= kMaxPeriod; ++period) {
+    const int count = num_repeats(profile, first, period);
+    if (count < kMinRepeats || count * period <= best.first * best.second) continue;
+    if (can_be_one(profile, first, period)) best = {period, count};
+  }
+  return best;
+}
+
+void add_seconds(UnitSeconds& sum, const UnitSeconds& more, double share) {
+  sum.forward += share * more.forward;
+  sum.backward += share * more.backward;
+  sum.upload += share * more.upload;
+  sum.upload_update += share * more.upload_update;
+  sum.download += share * more.download;
+  sum.cpu_update += share * more.cpu_update;
+  sum.device_update += share * more.device_update;
+}
+
+void add_layer(Segment& segment, const UnitProfile& layer, const Profile& profile) {
+  UnitProfile& sum = segment.unit;
+  sum.num_parameters += layer.num_parameters;
+  sum.param_bytes += layer.param_bytes;
+  sum.grad_bytes += layer.grad_bytes;
+  sum.state_bytes += layer.state_bytes;
+  sum.master_bytes += layer.master_bytes;
+  sum.activation_bytes += layer.activation_bytes;
+  sum.checkpoint_bytes +=
+      pays_to_recompute(layer) ? layer.checkpoint_bytes : layer.activation_bytes;
+  sum.temporary_bytes = std::max(sum.temporary_bytes, layer.temporary_bytes);
+  segment.largest_param_bytes = std::max(segment.largest_param_bytes, layer.param_bytes);
+  segment.largest_grad_bytes = std::max(segment.largest_grad_bytes, layer.grad_bytes);
+  if (pays_to_recompute(layer)) {
+    segment.largest_recomputed_bytes =
+        std::max(segment.largest_recomputed_bytes, layer.activation_bytes);
+  }
+  const UnitSeconds seconds = unit_seconds(layer, profile);
+  add_seconds(segment.seconds, seconds, 1);
+  add_seconds(segment.of_layer, seconds, 1.0 / segment.period);
+  segment.recompute_seconds += pays_to_recompute(layer) ? seconds.forward : 0;
+}
+
+Segment make_segment(const Profile& profile, int first) {
   Segment segment;
-  segment.first = index;
-  segment.unit = profile.units[index];
-  segment.seconds = unit_seconds(segment.unit, profile);
+  segment.first = first;
+  std::tie(segment.period, segment.count) = longest_run(profile, first);
+  segment.unit.can_offload_parameters = profile.units[first].can_offload_parameters;
+  for (int i = 0; i < segment.period; ++i) add_layer(segment, profile.units[first + i], profile);
+  segment.max_recompute = segment.largest_recomputed_bytes > 0 ? segment.count : 0;
+  segment.max_state = segment.unit.param_bytes > 0 ? segment.count : 0;
+  segment.max_parameters = segment.unit.can_offload_parameters ? segment.max_state : 0;
   return segment;
 }
 
-void finish_segment(Segment& segment) {
-  const UnitProfile& unit = segment.unit;
-  // Recomputing pays only where its inputs are smaller than what it drops.
-  const bool recompute = unit.can_recompute && unit.checkpoint_bytes < unit.activation_bytes;
-  segment.max_recompute = recompute ? segment.count : 0;
-  segment.max_state = unit.param_bytes > 0 ? segment.count : 0;
-  segment.max_parameters = unit.can_offload_parameters ? segment.max_state : 0;
+void require_same(const UnitProfile& first, const UnitProfile& other) {
+  require(same_layer(first, other), "profile: unit ", other.name, " of kind ", other.kind,
+          " differs from ", first.name,
+          ", expected equal bytes within a kind; give it a kind of its own");
 }
 
 // Does the i-th of `state` trailing units (0 the first) also offload its parameters?
@@ -67,17 +141,15 @@ UnitSeconds unit_seconds(const UnitProfile& unit, const Profile& profile) {
 
 std::vector<Segment> segments_of(const Profile& profile) {
   std::vector<Segment> segments;
-  for (int i = 0; i < static_cast<int>(profile.units.size()); ++i) {
-    const UnitProfile& unit = profile.units[i];
-    if (segments.empty() || segments.back().unit.kind != unit.kind) {
-      segments.push_back(start_segment(profile, i));
+  const int num_layers = static_cast<int>(profile.units.size());
+  for (int first = 0; first < num_layers;) {
+    segments.push_back(make_segment(profile, first));
+    const int period = segments.back().period, end = first + period * segments.back().count;
+    for (int i = first + period; i < end; ++i) {
+      require_same(profile.units[i - period], profile.units[i]);
     }
-    require(same_layer(segments.back().unit, unit), "profile: unit ", unit.name, " of kind ",
-            unit.kind, " differs from ", segments.back().unit.name,
-            ", expected equal bytes within a kind; give it a kind of its own");
-    ++segments.back().count;
+    first = end;
   }
-  for (Segment& segment : segments) finish_segment(segment);
   return segments;
 }
 
@@ -90,7 +162,6 @@ Plan decode_plan(const Profile& profile, const std::vector<Segment>& segments,
     const auto [recompute, parameters, state] = counts[g];
     for (int i = 0; i < segments[g].count; ++i) {
       UnitPlan unit;
-      if (i < recompute) unit.activations = ActivationRule::kRecompute;
       const int trailing = i - (segments[g].count - state);
       if (trailing >= 0) {
         unit.gradients = unit.optimizer_state = Tier::kHost;
@@ -98,7 +169,12 @@ Plan decode_plan(const Profile& profile, const std::vector<Segment>& segments,
           unit.parameters = Tier::kHost;
         }
       }
-      plan.units.push_back(unit);
+      for (int j = 0; j < segments[g].period; ++j) {
+        const bool pays = pays_to_recompute(profile.units[segments[g].first + j]);
+        unit.activations =
+            i < recompute && pays ? ActivationRule::kRecompute : ActivationRule::kKeep;
+        plan.units.push_back(unit);
+      }
     }
   }
   return plan;

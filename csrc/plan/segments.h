@@ -1,5 +1,9 @@
 // Units in forward order, grouped into runs of identical layers ("segments"), with each unit's work
-// in seconds. Three integers describe a segment's placement, so a plan is small to search:
+// in seconds. A pattern of kinds that repeats at least three times in a row (dense, MoE, dense,
+// MoE,
+// ...) is one run too: of super-layers, each one period of the pattern, placed as a whole. Below,
+// "unit" is a layer or a super-layer. Three integers describe a segment's placement, so a plan is
+// small to search:
 //   c leading units recompute, o trailing units keep optimizer state on the host, and p of those o
 //   keep parameters there too (p <= o): the last p, or p spread evenly with the last among them.
 // Trailing: their gradients come first in backward and their parameters are needed last in the next
@@ -36,16 +40,26 @@ double trainable_parameters(const UnitProfile& unit);
 UnitSeconds unit_seconds(const UnitProfile& unit, const Profile& profile);
 
 struct Segment {
-  int first = 0;  // index of its first unit
-  int count = 0;
-  UnitProfile unit;
-  UnitSeconds seconds;
+  int first = 0;         // index of its first layer
+  int count = 0;         // units
+  int period = 1;        // layers in a unit
+  UnitProfile unit;      // sums over the period; temporary_bytes the largest. Where recomputing a
+                         // layer saves nothing it is kept, in checkpoint_bytes too
+  UnitSeconds seconds;   // sums over the period
+  UnitSeconds of_layer;  // mean over the period
+  double recompute_seconds = 0;  // forward of the layers where recomputing saves something
+  // Of the period's layers, the largest parameters, gradients, and activations when recomputed.
+  std::size_t largest_param_bytes = 0;
+  std::size_t largest_grad_bytes = 0;
+  std::size_t largest_recomputed_bytes = 0;
   int max_recompute = 0;  // 0 or count
   int max_parameters = 0;
   int max_state = 0;
 };
 
-// Maximal runs of equal `kind`. Throws when units of one kind differ in bytes.
+// Maximal runs of equal `kind` and of periodic patterns (up to 16 layers long, whose layers all
+// have parameters and agree on can_offload_parameters), from the front. Throws when neighbours of
+// one kind, or the same layer of two periods, differ in bytes.
 std::vector<Segment> segments_of(const Profile& profile);
 
 struct SegmentCounts {

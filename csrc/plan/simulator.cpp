@@ -1,15 +1,14 @@
-// One state machine over one set of members, so one file: lanes, walk, gradients, parameters.
+// One state machine over one set of members, so one file: walk, gradients, parameters. What the
+// lanes do with time is lanes.h.
 #include "csrc/plan/simulator.h"
 
 #include <algorithm>
-#include <array>
-#include <cmath>
-#include <limits>
 #include <numeric>
 #include <set>
 #include <utility>
 
 #include "csrc/base/check.h"
+#include "csrc/plan/lanes.h"
 #include "csrc/plan/order.h"
 #include "csrc/plan/segments.h"
 #include "csrc/plan/validate.h"
@@ -18,17 +17,6 @@ namespace autohete {
 namespace {
 
 enum class Action { kForward, kBackward, kDeviceUpdate };
-
-// What one lane is doing. `remaining` is in seconds at the full rate.
-struct Running {
-  bool busy = false;
-  int unit = -1;
-  const char* what = "";
-  double start = 0;
-  double remaining = 0;
-  double leave_at = 0;  // stop when remaining falls to this: 0, or a chunk's end when overtaken
-  double chunk = 0;     // seconds between the places where it can be overtaken
-};
 
 // Where a unit stands.
 struct UnitState {
@@ -54,11 +42,11 @@ using Queue = std::set<std::pair<long long, int>>;  // (key, unit)
 class Simulator {
  public:
   Simulator(const Profile& profile, const Plan& plan, const SimulationPolicy& policy, bool keep)
-      : hardware_(profile.hardware),
-        policy_(policy),
+      : policy_(policy),
         window_(plan.window),
         keep_(keep),
-        repeats_(profile.gradient_accumulation_steps) {
+        repeats_(profile.gradient_accumulation_steps),
+        lanes_(profile.hardware) {
     for (std::size_t i = 0; i < plan.units.size(); ++i) {
       units_.push_back(unit_state(profile, plan, static_cast<int>(i)));
     }
@@ -137,14 +125,14 @@ class Simulator {
     const UnitState& unit = units_[visited_unit()];
     switch (action()) {
       case Action::kForward:
-        if (visit_ == 0 && repeat_ == 0 && step_ > 0) gaps_.push_back(now_ - step_ended_);
-        begin(compute(), visited_unit(), "forward", unit.seconds.forward);
+        if (visit_ == 0 && repeat_ == 0 && step_ > 0) gaps_.push_back(lanes_.now() - step_ended_);
+        lanes_.begin(SimulatedLane::kCompute, visited_unit(), "forward", unit.seconds.forward);
         break;
       case Action::kBackward:
-        begin(compute(), visited_unit(), "backward", unit.backward);
+        lanes_.begin(SimulatedLane::kCompute, visited_unit(), "backward", unit.backward);
         break;
       case Action::kDeviceUpdate:
-        begin(compute(), visited_unit(), "update", unit.seconds.device_update);
+        lanes_.begin(SimulatedLane::kCompute, visited_unit(), "update", unit.seconds.device_update);
     }
     return true;
   }
@@ -185,7 +173,7 @@ class Simulator {
   void end_walk() {
     if (!last_repeat()) return;
     gates_open_ = step_ + 1;
-    backward_ends_.push_back(now_);
+    backward_ends_.push_back(lanes_.now());
   }
   int end_of_visits() const {
     return 2 * num_units_ + (last_repeat() ? static_cast<int>(device_updated_.size()) : 0);
@@ -195,7 +183,7 @@ class Simulator {
     if (last_repeat()) {
       repeat_ = 0;
       ++step_;
-      step_ended_ = now_;
+      step_ended_ = lanes_.now();
     } else {
       ++repeat_;
     }
@@ -203,15 +191,17 @@ class Simulator {
 
   // ---- gradients down, then updates
   bool start_download() {
-    if (d2h().busy)
-      return overtake(d2h(), policy_.preempt_downloads && !downloads_.empty() &&
-                                 downloads_.begin()->first < key(d2h().unit));
+    if (d2h().busy) {
+      return policy_.preempt_downloads && !downloads_.empty() &&
+             downloads_.begin()->first < key(d2h().unit) && lanes_.overtake(SimulatedLane::kD2h);
+    }
     if (downloads_.empty() || (policy_.synchronous_moves && compute().busy)) return false;
     const int k = downloads_.begin()->second;
     downloads_.erase(downloads_.begin());
     const double left = std::exchange(units_[k].down_remaining, 0);
     const double seconds = units_[k].seconds.download;
-    begin(d2h(), k, "download", left > 0 ? left : seconds, seconds / units_[k].chunks_down);
+    lanes_.begin(SimulatedLane::kD2h, k, "download", left > 0 ? left : seconds,
+                 seconds / units_[k].chunks_down);
     return true;
   }
   void end_download(int k) {
@@ -224,7 +214,7 @@ class Simulator {
     for (const auto& entry : arrived_) {
       const int k = entry.second;
       if (policy_.gated && units_[k].updates >= gates_open_) continue;
-      begin(cpu(), k, "update", units_[k].seconds.cpu_update);
+      lanes_.begin(SimulatedLane::kCpu, k, "update", units_[k].seconds.cpu_update);
       arrived_.erase(entry);
       return true;
     }
@@ -248,7 +238,7 @@ class Simulator {
     const auto [after_update, first] = most_urgent_upload();
     if (h2d().busy) {
       if (first < 0 || !policy_.priority_order) return false;
-      return overtake(h2d(), distance(first) < distance(h2d().unit));
+      return distance(first) < distance(h2d().unit) && lanes_.overtake(SimulatedLane::kH2d);
     }
     if (first < 0) return false;
     if (after_update) {
@@ -259,7 +249,8 @@ class Simulator {
     UnitState& unit = units_[first];
     const double seconds = after_update ? unit.seconds.upload_update : unit.seconds.upload;
     const double left = std::exchange(unit.up_remaining, 0);
-    begin(h2d(), first, "upload", left > 0 ? left : seconds, seconds / unit.chunks_up);
+    lanes_.begin(SimulatedLane::kH2d, first, "upload", left > 0 ? left : seconds,
+                 seconds / unit.chunks_up);
     return true;
   }
   long long uploads_key_of(int unit) const {
@@ -348,30 +339,14 @@ class Simulator {
   }
 
   // ---- lanes
-  Running& compute() { return lanes_[0]; }
-  const Running& compute() const { return lanes_[0]; }
-  Running& h2d() { return lanes_[1]; }
-  const Running& h2d() const { return lanes_[1]; }
-  Running& d2h() { return lanes_[2]; }
-  const Running& d2h() const { return lanes_[2]; }
-  Running& cpu() { return lanes_[3]; }
-  const Running& cpu() const { return lanes_[3]; }
+  const LaneWork& compute() const { return lanes_[SimulatedLane::kCompute]; }
+  const LaneWork& h2d() const { return lanes_[SimulatedLane::kH2d]; }
+  const LaneWork& d2h() const { return lanes_[SimulatedLane::kD2h]; }
+  const LaneWork& cpu() const { return lanes_[SimulatedLane::kCpu]; }
 
   // Smallest unit first, or first come first served.
   long long key(int unit) {
     return policy_.priority_order ? static_cast<long long>(gradient_priority(unit)) : ++arrivals_;
-  }
-
-  void begin(Running& lane, int unit, const char* what, double seconds, double chunk = 0) {
-    lane = Running{true, unit, what, now_, seconds, 0, chunk};
-  }
-  // Ends the running copy at its next chunk; true when that is news.
-  bool overtake(Running& lane, bool wanted_now) {
-    if (!wanted_now || lane.leave_at > 0 || lane.chunk <= 0) return false;
-    const double chunks_left = std::floor(lane.remaining / lane.chunk * (1 - 1e-12));
-    if (chunks_left <= 0) return false;
-    lane.leave_at = chunks_left * lane.chunk;
-    return true;
   }
 
   bool start_something() {
@@ -380,59 +355,37 @@ class Simulator {
     return computed || downloaded || updated || uploaded;
   }
 
-  double rate(std::size_t lane) const {
-    if (lane == 0) return cpu().busy ? hardware_.compute_share_during_cpu : 1;
-    if (lane == 3) {
-      return (h2d().busy || d2h().busy ? hardware_.cpu_share_during_copy : 1) *
-             (compute().busy ? hardware_.cpu_share_during_compute : 1);
-    }
-    double rate = cpu().busy ? hardware_.copy_share_during_cpu : 1;
-    if (lane == 1 && d2h().busy) rate *= hardware_.h2d_share_during_d2h;
-    if (lane == 2 && h2d().busy) rate *= hardware_.d2h_share_during_h2d;
-    return rate;
-  }
-
   // Moves time to the next end of anything.
   void advance() {
-    double least = std::numeric_limits<double>::infinity();
-    std::array<double, 4> rates{}, until{};
-    for (std::size_t i = 0; i < lanes_.size(); ++i) {
-      if (!lanes_[i].busy) continue;
-      rates[i] = rate(i);
-      until[i] = (lanes_[i].remaining - lanes_[i].leave_at) / rates[i];
-      least = std::min(least, until[i]);
-    }
-    AH_ASSERT(std::isfinite(least));  // something always runs until the last step has ended
-    now_ += least;
-    std::array<bool, 4> ends{};
-    for (std::size_t i = 0; i < lanes_.size(); ++i) {
-      if (!lanes_[i].busy) continue;
-      ends[i] = until[i] <= least * (1 + 1e-12);
-      lanes_[i].remaining = ends[i] ? lanes_[i].leave_at : lanes_[i].remaining - least * rates[i];
-    }
-    for (std::size_t i = 0; i < lanes_.size(); ++i) {
-      if (ends[i]) end(i);
+    for (const SimulatedLane lane : lanes_.advance()) {
+      const LaneWork was = lanes_[lane];
+      if (keep_) spans_.push_back({lane, was.unit, was.what, was.start, lanes_.now()});
+      if (was.remaining > 0) {
+        put_back(lane, was);
+      } else {
+        end(lane, was.unit);
+      }
     }
   }
-
-  void end(std::size_t lane) {
-    const Running was = lanes_[lane];
-    if (keep_) {
-      spans_.push_back({static_cast<SimulatedLane>(lane), was.unit, was.what, was.start, now_});
+  void end(SimulatedLane lane, int unit) {
+    switch (lane) {
+      case SimulatedLane::kCompute:
+        return end_compute(unit);
+      case SimulatedLane::kH2d:
+        return end_upload(unit);
+      case SimulatedLane::kD2h:
+        return end_download(unit);
+      case SimulatedLane::kCpu:
+        return end_update(unit);
     }
-    lanes_[lane].busy = false;
-    if (was.remaining > 0) return put_back(lane, was);
-    if (lane == 0) end_compute(was.unit);
-    if (lane == 1) end_upload(was.unit);
-    if (lane == 2) end_download(was.unit);
-    if (lane == 3) end_update(was.unit);
   }
   // An overtaken copy keeps what it has moved.
-  void put_back(std::size_t lane, const Running& was) {
+  void put_back(SimulatedLane lane, const LaneWork& was) {
     UnitState& unit = units_[was.unit];
-    (lane == 1 ? unit.up_remaining : unit.down_remaining) = was.remaining;
-    if (lane == 2) downloads_.insert({key(was.unit), was.unit});
-    if (lane == 1 && !unit.host_parameters) uploads_.insert({key(was.unit), was.unit});
+    const bool up = lane == SimulatedLane::kH2d;
+    (up ? unit.up_remaining : unit.down_remaining) = was.remaining;
+    if (!up) downloads_.insert({key(was.unit), was.unit});
+    if (up && !unit.host_parameters) uploads_.insert({key(was.unit), was.unit});
   }
 
   static double mean_of_second_half(const std::vector<double>& values) {
@@ -455,7 +408,6 @@ class Simulator {
     return out;
   }
 
-  const HardwareProfile hardware_;
   const SimulationPolicy policy_;
   const int window_;
   const bool keep_;
@@ -463,8 +415,7 @@ class Simulator {
   int num_units_ = 0;
   std::vector<UnitState> units_;
   std::vector<int> offloaded_, device_updated_;
-  std::array<Running, 4> lanes_;
-  double now_ = 0;
+  Lanes lanes_;
   int step_ = 0, repeat_ = 0, visit_ = 0;
   int gates_open_ = 0;  // steps whose updates may start
   int leaving_ = 0;     // gradients computed and not yet on the host

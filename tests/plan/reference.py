@@ -133,23 +133,48 @@ def walk_peak(profile: _C.Profile, plan: _C.Plan) -> int:
     return always + max(visits)
 
 
+Segments = list[tuple[list[_C.UnitProfile], int]]  # (the layers of one period, repeats)
+
+
+def plain_segments(profile: _C.Profile) -> Segments:
+    return [([run[0]], len(run)) for run in runs(profile)]
+
+
+def _sum(times: list[Seconds], share: float = 1) -> Seconds:
+    names = Seconds.__dataclass_fields__
+    return Seconds(**{name: share * sum(getattr(t, name) for t in times) for name in names})
+
+
+def _pays(unit: _C.UnitProfile) -> bool:
+    return unit.can_recompute and unit.checkpoint_bytes < unit.activation_bytes
+
+
 def formula_seconds(
-    profile: _C.Profile, counts: list[tuple[int, int, int]], *, window: int = 2, gated: bool = True
+    profile: _C.Profile,
+    counts: list[tuple[int, int, int]],
+    *,
+    window: int = 2,
+    gated: bool = True,
+    segments: Segments | None = None,
 ) -> float:
     """T of the formulation for counts (c, p, o) per run of identical units."""
-    segments = runs(profile)
-    s = [seconds_of(profile, run[0]) for run in segments]
-    n = [len(run) for run in segments]
-    m, every = profile.gradient_accumulation_steps, range(len(segments))
+    segments = plain_segments(profile) if segments is None else segments
+    every = range(len(segments))
+    times = [[seconds_of(profile, unit) for unit in period] for period, _ in segments]
+    s = [_sum(t) for t in times]  # of a super-layer
+    one = [_sum(t, 1 / len(t)) for t in times]  # of a layer in it
+    again = [sum(u.forward_seconds for u in period if _pays(u)) for period, _ in segments]
+    n = [count for _, count in segments]
+    m = profile.gradient_accumulation_steps
     F, B = [], []
     for g in every:
         c, p, o = counts[g]
-        stream = (p - window) * s[g].H
+        stream = p * s[g].H - window * one[g].H
         F.append(max(0, n[g] * s[g].f, stream, (n[g] - o) * s[g].f + stream))
-        B.append(max(0, n[g] * s[g].b + c * s[g].f, stream, (n[g] - o) * s[g].b + stream))
+        B.append(max(0, n[g] * s[g].b + c * again[g], stream, (n[g] - o) * s[g].b + stream))
         if s[g].b < s[g].D:
-            leaving = (n[g] - o + 2) * s[g].b + (o - 3) * s[g].D
-            B[g] = max(B[g], leaving, leaving + (c - o) * s[g].f)
+            leaving = (n[g] - o) * s[g].b + o * s[g].D + 2 * one[g].b - 3 * one[g].D
+            B[g] = max(B[g], leaving, leaving + (c - o) * again[g])
     bounds = [
         m * (sum(F) + sum(B)) + sum((n[g] - counts[g][2]) * s[g].A for g in every),
         sum(counts[g][2] * s[g].U for g in every),
@@ -157,14 +182,14 @@ def formula_seconds(
         sum(
             (counts[g][2] - counts[g][1]) * s[g].Hu
             + 2 * m * counts[g][1] * s[g].H
-            - (window * s[g].H if counts[g][1] else 0)
+            - (window * one[g].H if counts[g][1] else 0)
             for g in every
         ),
     ]
     extra = (m - 1) * (sum(F) + sum(B))
     for g in every:
         c, p, o = counts[g]
-        t = s[g]
+        t, k = s[g], one[g]
         if t.U == 0:
             continue
         later = sum(F[h] + B[h] for h in every if h > g)
@@ -177,23 +202,23 @@ def formula_seconds(
 
         if gated:
             start = extra + sum(B) + later_forward
-            for what, other in (("U", t.Hu), ("Hu", t.U)):
-                bounds.append(start + o * t.f + queue(what, g) + y * (t.U + t.Hu))
-                bounds.append(start + y * t.f + queue(what, g + 1) + y * other)
-            bounds.append(extra + later + o * (t.f + t.b) + y * (t.D + t.U + t.Hu))
+            for what, other in (("U", k.Hu), ("Hu", k.U)):
+                bounds.append(start + o * t.f + queue(what, g) + y * (k.U + k.Hu))
+                bounds.append(start + y * k.f + queue(what, g + 1) + y * other)
+            bounds.append(extra + later + o * (t.f + t.b) + y * (k.D + k.U + k.Hu))
             for h in every:
-                if g == 0 and n[0] == 1 and h > 0 and s[h].U > t.D:
-                    both = s[h].U * (y + (1 if counts[h][2] else 0) - 1)
+                alone = n[0] * len(times[0]) == 1
+                if g == 0 and alone and h > 0 and one[h].U > t.D:
+                    both = one[h].U * (y + (1 if counts[h][2] else 0) - 1)
                     bounds.append(start + o * t.f + y * (t.U + t.Hu) + both)
-            bounds.append(extra + later + y * (t.f + t.b) + queue("D", g + 1) + y * (t.U + t.Hu))
+            bounds.append(extra + later + y * (k.f + k.b) + queue("D", g + 1) + y * (k.U + k.Hu))
         else:
             start = extra + later
-            for what, other in (("U", t.Hu), ("Hu", t.U)):
-                bounds.append(
-                    start + o * (t.f + t.b) + x * t.f + queue(what, g) + y * (t.D + t.U + t.Hu)
-                )
-                bounds.append(start + y * (t.f + t.b) + queue(what, g + 1) + y * (t.D + other))
-            bounds.append(start + 2 * (p - window) * t.H + queue("U", g) + y * (t.D + t.U + t.Hu))
+            loop = y * (k.D + k.U + k.Hu)
+            for what, other in (("U", k.Hu), ("Hu", k.U)):
+                bounds.append(start + o * (t.f + t.b) + x * again[g] + queue(what, g) + loop)
+                bounds.append(start + y * (k.f + k.b) + queue(what, g + 1) + y * (k.D + other))
+            bounds.append(start + 2 * (p * t.H - window * k.H) + queue("U", g) + loop)
     return max(0, *bounds)
 
 
