@@ -5,7 +5,7 @@
 The Trainer moves the model to the GPU in its constructor, makes the optimizer in train(), and lets
 accelerate wrap it. So the callback works in two moments: when it is built it holds the parameters
 where they are (`.to()` moves buffers only), and when training begins, with everything prepared and
-any checkpoint loaded, it attaches. See docs/adr/0006-trainer-callback.md.
+any checkpoint loaded, it attaches. See docs/adr/0007-trainer-callback.md.
 """
 
 from __future__ import annotations
