@@ -43,6 +43,7 @@ struct HostMachine {
     device = std::make_shared<HostDevice>(device_budget);
     account->budget = device_budget;
   }
+  ~HostMachine() { account->open = false; }
   HostLink& link(CopyDirection direction) { return device->link(direction); }
 };
 

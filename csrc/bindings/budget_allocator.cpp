@@ -2,6 +2,7 @@
 
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <array>
 #include <cstdint>
@@ -15,6 +16,16 @@ namespace autohete {
 namespace {
 
 thread_local std::shared_ptr<ActivationAccount> current_account;
+thread_local bool until_backward_ends = false;
+
+bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
+
+// The account to charge, or null. Forgets one whose time is over.
+ActivationAccount* account_now() {
+  if (!current_account) return nullptr;
+  if (!current_account->open || (until_backward_ends && !in_backward())) current_account.reset();
+  return current_account.get();
+}
 
 // What is charged, by address. torch has callers (oneDNN) that free by address alone, so the charge
 // cannot live in the DataPtr's context.
@@ -65,7 +76,7 @@ void free_counted(void* data) {
 class BudgetAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(std::size_t bytes) override {
-    if (!current_account || bytes == 0) return base_allocator->allocate(bytes);
+    if (bytes == 0 || !account_now()) return base_allocator->allocate(bytes);
     Budget& budget = *current_account->budget;
     if (!budget.charge(bytes)) refuse(bytes, budget);
     c10::DataPtr memory;
@@ -109,6 +120,7 @@ std::shared_ptr<ActivationAccount> set_activation_account(
     static BudgetAllocator& allocator = *new BudgetAllocator;
     c10::SetCPUAllocator(&allocator, /*priority=*/100);
   });
+  until_backward_ends = account && in_backward();
   return std::exchange(current_account, std::move(account));
 }
 

@@ -6,6 +6,7 @@
 // c10::OutOfMemoryError (torch.OutOfMemoryError).
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <string>
 
@@ -13,13 +14,16 @@
 
 namespace autohete {
 
-// What a scope charges. `advice` ends the error message (what to do about it).
+// What a scope charges. `advice` ends the error message (what to do about it). Nothing is charged
+// any more once it is not `open`.
 struct ActivationAccount {
   std::shared_ptr<Budget> budget;
   std::string advice;
+  std::atomic<bool> open{true};
 };
 
 // Charges this thread's later CPU allocations to `account`; null ends it. Returns the previous one.
+// Begun inside a backward pass, it ends with that pass, also with one that an exception ended.
 std::shared_ptr<ActivationAccount> set_activation_account(
     std::shared_ptr<ActivationAccount> account);
 

@@ -50,7 +50,8 @@ def attempt(name: str, rows: int, gpu_mem: int) -> Result | None:
             wrap={"gpu_mem": gpu_mem}, steps=STEPS, build=MODELS[name], loop=watched
         )
     except (ValueError, torch.OutOfMemoryError) as refusal:
-        assert "gpu_mem" in str(refusal)
+        if "gpu_mem" not in str(refusal):
+            raise
         assert all(peak <= gpu_mem for peak in peaks)
         return None
     assert max(peaks) <= gpu_mem
@@ -72,10 +73,12 @@ def smallest(name: str, rows: int) -> int:
 def test_the_peak_stays_within_random_tight_budgets_and_no_bit_changes(name, rows):
     base = smallest(name, rows)
     chance = random.Random(f"{name}{rows}")
-    for gpu_mem in [base, *(int(base * chance.uniform(1.0, 1.6)) for _ in range(3))]:
-        result = attempt(name, rows, gpu_mem)
-        if result is not None:  # the least is to 16 KiB, and planning may need a little more
-            assert_bit_equal(result, plain(name, rows))
+    budgets = [base, *(int(base * chance.uniform(1.0, 1.6)) for _ in range(3))]
+    results = [attempt(name, rows, gpu_mem) for gpu_mem in budgets]
+    trained = [result for result in results if result is not None]
+    assert len(trained) >= 3, budgets  # plans follow measured times: one may be refused in words
+    for result in trained:
+        assert_bit_equal(result, plain(name, rows))
 
 
 def wrapped(gpu_mem, **keywords):
@@ -92,7 +95,8 @@ def test_an_allocation_past_the_budget_says_what_was_left_and_what_would_fit():
     with pytest.raises(torch.OutOfMemoryError) as refused:
         loop(64, trained, optimizer, 0)
     text = str(refused.value)
-    assert re.search(r"asked for [\d.e+-]+ MiB", text) and re.search(r"[\d.e+-]+ MiB of gpu_mem", text)
+    assert re.search(r"asked for [\d.e+-]+ MiB", text)
+    assert re.search(r"[\d.e+-]+ MiB of gpu_mem", text)
     least = int(re.search(r"at least gpu_mem=(\d+) bytes", text)[1])
     assert least > parse_bytes("700KiB", "gpu_mem")
     assert "smaller batch" in text

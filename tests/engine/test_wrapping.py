@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,7 +97,7 @@ print(peak() - base)
 def test_wrapping_needs_at_most_the_state_and_one_unit_of_host_memory(source):
     done = subprocess.run(
         [sys.executable, "-c", PEAK, source], capture_output=True, text=True, check=True,
-        timeout=60,
+        timeout=60, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )  # fmt: skip
     unit = 1024 * 1024 * 4
     state = 24 * unit * 4  # parameters, gradients, two moments
