@@ -93,6 +93,14 @@ def test_the_step_waits_for_download_update_and_upload_of_the_first_unit() -> No
     assert step(profile, plan, gated=True) == exactly(9)
 
 
+def test_the_gap_is_from_the_end_of_a_steps_compute_to_the_next_forward() -> None:
+    profile = make_profile(trained(2), device_params_per_second=4.0)
+    whole = _C.simulate(profile, plan_of(profile), policy())
+    assert whole.gap_seconds == exactly(0)  # device updates are compute
+    waiting = _C.simulate(profile, plan_of(profile, state={0, 1}), policy())
+    assert waiting.gap_seconds == exactly(3)  # as above: b0 ends at 4, f0 begins at 7
+
+
 def test_gated_updates_start_when_the_whole_backward_has_ended() -> None:
     # Only unit 1 is offloaded: ungated U1 3-6 hides behind b0 (2-4) and f0 (4-5) all but 1 + H1.
     profile = make_profile(trained(2), cpu_params_per_second=1 / 3)

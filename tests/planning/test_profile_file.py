@@ -113,3 +113,10 @@ def test_nothing_is_written_for_a_profile_that_is_not_valid(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="forward_seconds is nan"):
         planning.save_profile(tmp_path / "p.json", profile)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_from_before_speculation_was_known_is_read(saved: Path) -> None:
+    document = json.loads(saved.read_text())
+    assert document["profile"].pop("speculates") is False
+    saved.write_text(json.dumps(document))
+    assert planning.load_profile(saved)[0].speculates is False
