@@ -1,6 +1,6 @@
 """Tests on a real GPU: marked `gpu`, skipped where torch sees none.
 
-Those of test_placement.py need copies only, so they also run on a CUDA emulation (see
+Those of test_gpu_placement.py need copies only, so they also run on a CUDA emulation (see
 benchmarks/cuda_emulation.py); the others need every kernel.
 """
 
