@@ -164,7 +164,9 @@ def _leave_meta(unit: Unit) -> None:
         for parameter in own:
             _materialize(parameter)
         for name in buffers:
-            module._buffers[name] = torch.zeros_like(module._buffers[name], device="cpu")
+            buffer = module._buffers[name]
+            assert buffer is not None
+            module._buffers[name] = torch.zeros_like(buffer, device="cpu")
         module.reset_parameters()  # type: ignore[operator]
 
 

@@ -127,7 +127,7 @@ class AutoHeteCallback(TrainerCallback):  # type: ignore[misc]
         wrapper = AutoHeteWrapper(self.model, optimizer, **self._options, **options)
         wrapper.to(device)
         self._wrapper = wrapper
-        if _takes_use_cache(self.model):
+        if wrapper.run is not None and _takes_use_cache(self.model):
             self._without_cache = _WithoutCache(wrapper.run, self.model)
             self._without_cache.install()
         self._steps_seen = 0

@@ -182,7 +182,7 @@ def _host_lanes(workers: _C.Workers) -> Lanes:
 def _cuda_lanes(workers: _C.Workers) -> Lanes:
     host = [torch.zeros(_LARGEST, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     device = [torch.zeros(_LARGEST, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]  # type: ignore[no-untyped-call]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     update = _adamw(workers)
     params = [torch.nn.Parameter(torch.zeros(_NUM_PARAMETERS, device="cuda"))]
     params[0].grad = torch.zeros_like(params[0])

@@ -46,9 +46,7 @@ def attempt(name: str, rows: int, gpu_mem: int) -> Result | None:
         return loss
 
     try:
-        result = train(
-            wrap={"gpu_mem": gpu_mem}, steps=STEPS, build=MODELS[name], loop=watched
-        )
+        result = train(wrap={"gpu_mem": gpu_mem}, steps=STEPS, build=MODELS[name], loop=watched)
     except (ValueError, torch.OutOfMemoryError) as refusal:
         if "gpu_mem" not in str(refusal):
             raise

@@ -137,9 +137,7 @@ def test_state_goes_from_plain_to_autohete_and_back_to_the_bit(half):
 
     model = build()
     optimizer = adamw(model)
-    expected = Result(
-        [plain_loop(model, optimizer, step) for step in range(6)], model, optimizer
-    )
+    expected = Result([plain_loop(model, optimizer, step) for step in range(6)], model, optimizer)
     losses, saved = [], None
     for leg, wrapped in enumerate([False, True, False]):
         model = build()
