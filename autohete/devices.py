@@ -65,6 +65,9 @@ class HostSide:
     def check_host_memory(self) -> None:
         """Nothing to do: the host device reads all of the host's memory."""
 
+    def check_room_for_plain_tensors(self, num_bytes: int) -> None:
+        """Nothing to do: what leaves goes to ordinary memory."""
+
     def close(self) -> None:
         """Nothing to do."""
 
@@ -197,6 +200,16 @@ class CudaSide:
         reserved = torch.cuda.memory_reserved(self.torch_device)
         allowed = int(total * self._fraction_before) - reserved
         return min(free, allowed) + reserved - self.used()
+
+    def check_room_for_plain_tensors(self, num_bytes: int) -> None:
+        """Raise torch.OutOfMemoryError unless that many bytes more fit, gpu_mem not counted."""
+        room = self.free_for_plain_tensors()
+        if num_bytes > room:
+            raise torch.OutOfMemoryError(
+                f"unwrap: model and optimizer state need {format_bytes(num_bytes)} more on "
+                f"{self.torch_device} as plain tensors, but {format_bytes(room)} are free there; "
+                'keep them on the CPU: unwrap("cpu")'
+            )
 
     def close(self) -> None:
         """Give torch's allocator its own limit back."""

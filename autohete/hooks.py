@@ -94,7 +94,7 @@ class UnitForward(HookedForward):
         try:
             if call is not None:
                 call.watch_inputs((args, kwargs))
-            if tracked and run.recomputes(self.unit) and _may_recompute():
+            if tracked and run.plans.recomputes(self.unit) and _may_recompute():
                 out = recompute_later(run.units[self.unit], run.metered(self), args, kwargs)
             else:
                 out = self.forward(*args, **kwargs)

@@ -176,3 +176,17 @@ def _materialize(parameter: nn.Parameter) -> None:
         torch.zeros_like(parameter, device="cpu"), requires_grad=parameter.requires_grad
     )
     torch.utils.swap_tensors(parameter, real)
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move the buffers of all modules; parameters stay."""
+    moved: dict[int, Tensor] = {}  # one that two modules share stays one
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or buffer.device == device:
+                continue
+            if id(buffer) not in moved:
+                moved[id(buffer)] = (
+                    torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+                )
+            module._buffers[name] = moved[id(buffer)]

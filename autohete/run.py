@@ -17,19 +17,9 @@ from autohete.config import Config
 from autohete.devices import CudaSide, HostSide, Side
 from autohete.guard import UnitGuard
 from autohete.hooks import RootForward, UnitCall, UnitForward, in_backward
-from autohete.layout import check_budgets, check_pair, convert, safest_plan
-from autohete.measure import StepMeter, build_profile, lane_rates
-from autohete.planning import (
-    ActivationRule,
-    InfeasibleError,
-    Plan,
-    Tier,
-    format_bytes,
-    load_profile,
-    make_plan,
-    minimum_gpu_mem,
-    save_profile,
-)
+from autohete.layout import check_budgets, check_pair, convert, move_buffers, safest_plan
+from autohete.planning import Plan, format_bytes
+from autohete.run_plan import RunPlan
 from autohete.stepping import OptimizerBridge
 from autohete.units import Unit, find_units
 
@@ -66,11 +56,9 @@ class Run:
             else CudaSide(device, self.gpu_mem, self.cpu_mem, pin=config.pin)
         )
         self.engine = _C.Engine(self.side.handle, config.num_workers or 0)
-        self.plan: Plan | None = None
-        self.profile: _C.Profile | None = None
+        self.plans = RunPlan(config, self.units, self.bridge, self.side, self.engine, self.cpu_mem)
         self.step_seconds: list[float] = []
         self.num_steps = 0
-        self._placements: list[_C.UnitPlan] = []
         self._hooked: list[UnitForward | RootForward] = []
         self._guards = [self._make_guard(index) for index in range(len(self.units))]
         self._moments: list[list[Tensor]] = [[] for _ in self.units]
@@ -78,7 +66,6 @@ class Run:
         self._committed = [False] * len(self.units)
         self._open_calls: list[UnitCall] = []
         self._backward_open = False
-        self._meter: StepMeter | None = None
         self._last_commit: float | None = None
         self._attach(masters_kept)
 
@@ -91,22 +78,22 @@ class Run:
         try:
             self._move_in()
             self.side.check_host_memory()
-            self._start_plan()
+            self.plans.start()
             self._install()
         except BaseException:
             self.detach(origin)
             raise
+        self.attach_seconds = time.perf_counter() - start
         _log.info(
             "autohete: %d units of %s wrapped in %.2f s (host memory %s%s); gpu_mem=%s, cpu_mem=%s",
             len(self.units),
             type(self.model).__name__,
-            time.perf_counter() - start,
+            self.attach_seconds,
             format_bytes(self.side.host_peak()),
             ", pinned" if self.config.pin else ", not pinned",
             format_bytes(self.gpu_mem),
             format_bytes(self.cpu_mem),
         )
-        self.attach_seconds = time.perf_counter() - start
 
     def _move_in(self) -> None:
         """Give each unit's parameters their home, one unit at a time."""
@@ -123,52 +110,7 @@ class Run:
                 amsgrad=self.bridge.amsgrad,
                 plan=placement,
             )
-        self._move_buffers(self.side.torch_device)
-
-    def _move_buffers(self, device: torch.device) -> None:
-        moved: dict[int, Tensor] = {}  # one that two modules share stays one
-        for module in self.model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is None or buffer.device == device:
-                    continue
-                if id(buffer) not in moved:
-                    moved[id(buffer)] = (
-                        torch.zeros_like(buffer, device=device)
-                        if buffer.is_meta
-                        else buffer.to(device)
-                    )
-                module._buffers[name] = moved[id(buffer)]
-
-    def _start_plan(self) -> None:
-        given = self.config.plan
-        if given is not None:
-            plan = given if isinstance(given, Plan) else self._load_plan(given)
-            self._apply(plan)
-            self.plan = plan
-            self.side.set_advice(
-                "Give more gpu_mem, a plan that offloads or recomputes more, or a smaller batch."
-            )
-            return
-        safest = Plan()
-        safest.units = safest_plan(self.units, self.bridge.native)
-        safest.window = self.config.window
-        safest.chunk_bytes = self.config.chunk_bytes
-        self._apply(safest)
-        self._meter = StepMeter(self.side, self.units)
-        self.engine.record_timeline(True)
-        self.side.set_advice(
-            "This is the first step, under the plan that needs least; a smaller batch or shorter "
-            "sequences need less."
-        )
-
-    @staticmethod
-    def _load_plan(path: Any) -> Plan:
-        plan = load_profile(path)[1]
-        if plan is None:
-            raise ValueError(
-                f"plan: {path} holds a profile without a plan; make one with make_plan"
-            )
-        return plan
+        move_buffers(self.model, self.side.torch_device)
 
     def _install(self) -> None:
         for index, unit in enumerate(self.units):
@@ -192,7 +134,8 @@ class Run:
             torch.OutOfMemoryError: they do not fit there as plain tensors; nothing has changed.
         """
         target = device or self.side.torch_device
-        self._check_room(target)
+        if target == self.side.torch_device:
+            self.side.check_room_for_plain_tensors(self.engine.bytes_to_leave())
         self.abandon()
         self.bridge.remove()
         for forward in reversed(self._hooked):
@@ -201,47 +144,39 @@ class Run:
         self.side.charge_activations(False)
         self.synchronize()
         self.engine.leave(target)
-        self._move_buffers(target)
+        move_buffers(self.model, target)
         self.side.close()
-
-    def _check_room(self, target: torch.device) -> None:
-        if not isinstance(self.side, CudaSide) or target != self.side.torch_device:
-            return
-        needed, free = self.engine.bytes_to_leave(), self.side.free_for_plain_tensors()
-        if needed > free:
-            raise torch.OutOfMemoryError(
-                f"unwrap: model and optimizer state need {format_bytes(needed)} more on {target} "
-                f"as plain tensors, but {format_bytes(free)} are free there; keep them on the CPU: "
-                'unwrap("cpu")'
-            )
 
     @property
     def attached(self) -> bool:
         return bool(self._hooked)
 
+    @property
+    def plan(self) -> Plan | None:
+        """None until the first step was measured."""
+        return self.plans.plan
+
+    @property
+    def profile(self) -> _C.Profile | None:
+        """Of the first step; None before, and when a plan was given."""
+        return self.plans.profile
+
     # ---------------------------------------------------------------- guards
 
     def _make_guard(self, index: int) -> UnitGuard:
-        run = weakref.ref(self)
+        run = weakref.ref(self)  # tensors outlive runs
 
-        def settle() -> None:
-            alive = run()
-            if alive is not None:
-                alive.settle(index)
+        def through(method: Callable[[Run, int], None]) -> Callable[[], None]:
+            def settle() -> None:
+                if (alive := run()) is not None:
+                    method(alive, index)
 
-        def settle_gradients() -> None:
-            alive = run()
-            if alive is not None:
-                alive.settle_gradients(index)
+            return settle
 
-        return UnitGuard(settle, settle_gradients)
-
-    def is_managed(self, index: int) -> bool:
-        """Whether the engine moves anything of the unit."""
-        return self._placements[index].optimizer_state == Tier.HOST
+        return UnitGuard(through(Run.settle), through(Run.settle_gradients))
 
     def _guard(self, index: int) -> None:
-        if self.is_managed(index) and self._users[index] == 0:
+        if self.plans.is_managed(index) and self._users[index] == 0:
             self._guards[index].wear(self.units[index].parameters, [])
 
     def _guard_all(self) -> None:
@@ -273,48 +208,48 @@ class Run:
 
     # ---------------------------------------------------------------- forward and backward
 
-    def recomputes(self, index: int) -> bool:
-        return self._placements[index].activations == ActivationRule.RECOMPUTE
-
     def metered(self, forward: UnitForward) -> Callable[..., Any]:
         """The unit's own forward, watched while the first step is measured."""
-        if self._meter is None:
-            return forward.forward
-        return self._meter.metered(forward.unit, forward.forward)
+        meter = self.plans.measuring()
+        return meter.metered(forward.unit, forward.forward) if meter else forward.forward
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tracked = torch.is_grad_enabled()
         if self._open_calls or self._backward_open or any(self._users):
             self.abandon()
-        if tracked and self._meter is not None and self._meter.complete and self.num_steps:
-            self._plan_from_measured_step()
+        if tracked and self.plans.is_measured() and self.num_steps:
+            self._replan()
         self._guard_all()
         self.side.charge_activations(True)
-        if tracked and self._meter is not None and not self._meter.complete:
-            self._meter.begin()
+        if tracked and (meter := self.plans.measuring()):
+            meter.begin()
+
+    def _replan(self) -> None:
+        """Go over to the plan that the first step speaks for."""
+        self.synchronize()
+        self.plans.decide()
+        self.bridge.publish_states()
+        self.step_seconds.clear()
+        self._last_commit = None
 
     def end_forward(self) -> None:
         if not torch.is_grad_enabled():
             self.side.charge_activations(False)
-        elif meter := self._measuring():
+        elif meter := self.plans.measuring():
             meter.forward_over()
-
-    def _measuring(self) -> StepMeter | None:
-        """The meter, while the first step is being measured."""
-        return None if self._meter is None or self._meter.complete else self._meter
 
     def enter_forward(self, index: int, tracked: bool) -> None:
         backward = in_backward()
-        if self.is_managed(index):
+        if self.plans.is_managed(index):
             direction = _C.Direction.FORWARD if tracked else _C.Direction.FORWARD_ONLY
             self._acquire(index, _C.Direction.BACKWARD if backward else direction)
-        if tracked and not backward and (meter := self._measuring()):
+        if tracked and not backward and (meter := self.plans.measuring()):
             meter.forward_begins(index)
 
     def leave_forward(self, index: int, tracked: bool) -> None:
-        if tracked and not in_backward() and (meter := self._measuring()):
+        if tracked and not in_backward() and (meter := self.plans.measuring()):
             meter.forward_ends(index)
-        if self.is_managed(index):
+        if self.plans.is_managed(index):
             self._release(index)
 
     def _acquire(self, index: int, direction: _C.Direction) -> None:
@@ -341,21 +276,21 @@ class Run:
 
     def enter_backward(self, call: UnitCall) -> None:
         self.begin_backward()
-        if not self.is_managed(call.unit) and not self._measuring():
+        if not self.plans.is_managed(call.unit) and not self.plans.measuring():
             return
         self._open_calls.append(call)
-        if self.is_managed(call.unit):
+        if self.plans.is_managed(call.unit):
             self._acquire(call.unit, _C.Direction.BACKWARD)
-        if meter := self._measuring():
+        if meter := self.plans.measuring():
             meter.backward_begins(call.unit)
 
     def leave_backward(self, call: UnitCall) -> None:
         if call not in self._open_calls:
             return
         self._open_calls.remove(call)
-        if meter := self._measuring():
+        if meter := self.plans.measuring():
             meter.backward_ends(call.unit)
-        if self.is_managed(call.unit):
+        if self.plans.is_managed(call.unit):
             self._release(call.unit)
             if self._users[call.unit] == 0:
                 self.engine.send_gradients(call.unit)
@@ -367,14 +302,14 @@ class Run:
         for call in self._open_calls:
             call.is_open = False
         self._open_calls.clear()
-        if meter := self._measuring():
+        if meter := self.plans.measuring():
             meter.backward_over()
         self.engine.finish_backward()
         self.side.charge_activations(False)
         for index in range(len(self.units)):
             self._users[index] = 0
             self._guard(index)
-            if self.is_managed(index):
+            if self.plans.is_managed(index):
                 self._guards[index].wear_gradients(self.units[index].parameters)
 
     def abandon(self) -> None:
@@ -388,9 +323,8 @@ class Run:
             self.engine.abandon()
         self._users = [0] * len(self.units)
         self.side.charge_activations(False)
-        if self._meter is not None and not self._meter.complete:
-            self._meter = StepMeter(self.side, self.units)
-        if self._placements:
+        self.plans.begin_measuring_again()
+        if self.plans.placements:
             self._guard_all()
 
     # ---------------------------------------------------------------- the step
@@ -402,7 +336,7 @@ class Run:
             self.abandon()
         self._moments = self.bridge.commit()
         for index, unit in enumerate(self.units):
-            if self.is_managed(index):
+            if self.plans.is_managed(index):
                 self._committed[index] = True
                 self._guards[index].wear(unit.parameters, self._moments[index])
                 self._guards[index].wear_gradients(unit.parameters)
@@ -423,76 +357,3 @@ class Run:
             self.step_seconds.append(now - self._last_commit)
         self._last_commit = now
         self.num_steps += 1
-
-    # ---------------------------------------------------------------- plans
-
-    def _apply(self, plan: Plan) -> None:
-        if len(plan.units) != len(self.units):
-            raise ValueError(
-                f"plan: it has {len(plan.units)} units, expected {len(self.units)} "
-                f"(this model's); make a new plan for this model"
-            )
-        self.engine.configure(plan.units, plan.window, plan.chunk_bytes)
-        self.side.check_host_memory()
-        self._placements = list(plan.units)
-        if self._hooked:
-            self.bridge.publish_states()
-            for index in range(len(self.units)):
-                self._guards[index].take_off(self.units[index].parameters, self._moments[index])
-            self._guard_all()
-
-    def _plan_from_measured_step(self) -> None:
-        meter, self._meter = self._meter, None
-        assert meter is not None
-        self.synchronize()
-        spans = self.engine.take_timeline()
-        self.engine.record_timeline(False)
-        updated = sum(p.numel() for u in self.units for p in u.parameters if self.bridge.updates(p))
-        sizes = [
-            (self.engine.param_bytes(i), self.engine.gradient_bytes(i), self.engine.state_bytes(i))
-            for i in range(len(self.units))
-        ]
-        profile = build_profile(
-            meter, self.units, sizes, lane_rates(spans, updated) | self.side.rates()
-        )
-        profile.gradient_accumulation_steps = self.config.gradient_accumulation_steps
-        profile.chunk_bytes = self.config.chunk_bytes
-        self.profile = profile
-        if not self.bridge.native:
-            return self._keep_safest_plan()
-        try:
-            plan = make_plan(
-                profile,
-                self.side.plannable(),
-                self.cpu_mem,
-                strategy=self.config.strategy,
-                window=self.config.window,
-            )
-        except InfeasibleError as error:
-            # The safest plan has just run within the budget: the estimate is on the safe side.
-            _log.warning("autohete: %s; going on with the plan of the first step", error)
-            return self._keep_safest_plan()
-        self._apply(plan)
-        self.plan = plan
-        self._advise_by_profile(profile)
-        self.side.reset_peak()
-        self.step_seconds.clear()
-        self._last_commit = None
-        _log.info("autohete: planned\n%s", plan)
-        if self.config.profile_path is not None:
-            save_profile(self.config.profile_path, profile, plan)
-
-    def _advise_by_profile(self, profile: _C.Profile) -> None:
-        least = minimum_gpu_mem(profile, self.cpu_mem, window=self.config.window)
-        self.side.set_advice(
-            f"For steps as the first one was, gpu_mem={least} bytes would fit; larger ones need "
-            "more: give it, or smaller batches, or shorter sequences."
-        )
-
-    def _keep_safest_plan(self) -> None:
-        plan = Plan()
-        plan.units = self._placements
-        plan.window = self.config.window
-        plan.chunk_bytes = self.config.chunk_bytes
-        plan.strategy = "safest"
-        self.plan = plan

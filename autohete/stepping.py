@@ -165,7 +165,7 @@ class OptimizerBridge:
         hypers = [self._hyper(group) for group in self.optimizer.param_groups]
         engine.commit(hypers)
         if self._run.side.torch_device.type != "cpu":
-            managed = self._run.is_managed
+            managed = self._run.plans.is_managed
             update_on_cuda(self._run.units, managed, self._seen, hypers, self._group_of)
         moments: list[list[Tensor]] = [[] for _ in self._run.units]
         for (u, _), state in self._seen.items():

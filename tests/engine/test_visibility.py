@@ -303,3 +303,9 @@ def test_random_delays_change_no_bit(seed):
         assert torch.equal(p, q)
         for key in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(ours.optimizer.state[p][key], reference.optimizer.state[q][key])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8, 208))
+def test_200_runs_with_random_delays_change_no_bit(seed):
+    test_random_delays_change_no_bit(seed)
