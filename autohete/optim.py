@@ -154,7 +154,7 @@ class CPUAdamW(Optimizer):
         updates: list[tuple[Any, ...]] = []
         copy_back: list[tuple[Tensor, Tensor]] = []
         for group in self.param_groups:
-            hyper = self._hyper(group)
+            hyper = hyper_of(group, self, decoupled=group["decoupled_weight_decay"])
             for param in group["params"]:
                 grad = param.grad
                 if grad is not None:
@@ -170,20 +170,6 @@ class CPUAdamW(Optimizer):
         if self._workers is None:
             self._workers = _C.Workers(self._num_workers or _C.default_num_workers())
         return self._workers
-
-    def _hyper(self, group: dict[str, Any]) -> _C.AdamHyper:
-        scale = getattr(self, "grad_scale", None)
-        return _C.AdamHyper(
-            lr=float(group["lr"]),
-            beta1=float(group["betas"][0]),
-            beta2=float(group["betas"][1]),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            decoupled_decay=group["decoupled_weight_decay"],
-            maximize=group["maximize"],
-            amsgrad=group["amsgrad"],
-            grad_scale=1.0 if scale is None else 1.0 / float(scale),
-        )
 
     def _update(
         self,
@@ -229,15 +215,36 @@ def _number(name: str, value: float | Tensor) -> float:
     return float(value)
 
 
+def hyper_of(group: dict[str, Any], optimizer: Optimizer, *, decoupled: bool) -> _C.AdamHyper:
+    """Return a param group's numbers as the kernel takes them, the scaler's among them.
+
+    Raises:
+        ValueError: one is out of its range (a scheduler may have set it).
+    """
+    _check_hyper_parameters(group)
+    scale = getattr(optimizer, "grad_scale", None)
+    return _C.AdamHyper(
+        lr=float(group["lr"]),
+        beta1=float(group["betas"][0]),
+        beta2=float(group["betas"][1]),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        decoupled_decay=decoupled,
+        maximize=bool(group["maximize"]),
+        amsgrad=bool(group["amsgrad"]),
+        grad_scale=1.0 if scale is None else 1.0 / float(scale),
+    )
+
+
 def _check_hyper_parameters(group: dict[str, Any]) -> None:
     numbers = {"lr": group["lr"], "eps": group["eps"], "weight_decay": group["weight_decay"]}
     for name, given in numbers.items():
         value = _number(name, given)
         if not 0.0 <= value < float("inf"):
-            raise ValueError(f"CPUAdamW: {name} is {value}, expected a finite number >= 0")
+            raise ValueError(f"AdamW: {name} is {value}, expected a finite number >= 0")
     for i, beta in enumerate(group["betas"]):
         if not 0.0 <= float(beta) < 1.0:
-            raise ValueError(f"CPUAdamW: betas[{i}] is {float(beta)}, expected 0 <= beta < 1")
+            raise ValueError(f"AdamW: betas[{i}] is {float(beta)}, expected 0 <= beta < 1")
 
 
 def _check_param(param: Tensor) -> None:

@@ -17,7 +17,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from autohete import _C
 from autohete.cuda_update import update_on_cuda
-from autohete.optim import CPUAdamW, loaded_state
+from autohete.optim import CPUAdamW, hyper_of, loaded_state
 
 if TYPE_CHECKING:
     from autohete.run import Run
@@ -173,19 +173,9 @@ class OptimizerBridge:
         return moments
 
     def _hyper(self, group: dict[str, Any]) -> _C.AdamHyper:
-        scale = getattr(self.optimizer, "grad_scale", None)
         adamw = type(self.optimizer) is not Adam
-        return _C.AdamHyper(
-            lr=float(group["lr"]),
-            beta1=float(group["betas"][0]),
-            beta2=float(group["betas"][1]),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            decoupled_decay=bool(group.get("decoupled_weight_decay", adamw)),
-            maximize=bool(group["maximize"]),
-            amsgrad=bool(group["amsgrad"]),
-            grad_scale=1.0 if scale is None else 1.0 / float(scale),
-        )
+        decoupled = bool(group.get("decoupled_weight_decay", adamw))
+        return hyper_of(group, self.optimizer, decoupled=decoupled)
 
     def _regroup(self) -> None:
         """Param groups changed (add_param_group): tell the engine who is where."""

@@ -1,3 +1,4 @@
+// Over 350 lines: all methods work on one table of units under one lock.
 #include "csrc/runtime/engine.h"
 
 #include <algorithm>
