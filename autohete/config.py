@@ -62,10 +62,11 @@ class Config:
             value = getattr(self, name)
             if not isinstance(value, int) or value < low:
                 raise ValueError(f"{name} is {value!r}, expected a whole number of at least {low}")
-        if self.num_workers is not None and self.num_workers < 1:
-            raise ValueError(f"num_workers is {self.num_workers}, expected at least 1")
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm is {self.max_grad_norm}, expected more than 0 or None")
+        workers, norm = self.num_workers, self.max_grad_norm
+        if workers is not None and not (isinstance(workers, int) and 1 <= workers <= 4096):
+            raise ValueError(f"num_workers is {workers!r}, expected a whole number from 1 to 4096")
+        if norm is not None and not (isinstance(norm, (int, float)) and norm > 0):
+            raise ValueError(f"max_grad_norm is {norm!r}, expected a number above 0, or None")
 
     def budget_for(self, device: torch.device) -> int:
         """Return gpu_mem, measured when it was left out.

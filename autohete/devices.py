@@ -86,6 +86,11 @@ class CudaSide:
     def __init__(
         self, device: torch.device, gpu_mem: int, cpu_mem: int, *, pin: bool = True
     ) -> None:
+        if torch.version.cuda is None:
+            raise RuntimeError(
+                "autohete: this torch is a CPU build, expected a CUDA build; install one "
+                'and then autohete again, or train on the host device with .to("cpu")'
+            )
         if not hasattr(_C, "CudaMachine"):
             raise RuntimeError(
                 "autohete: this build has no CUDA side (it was built with a CPU torch, or without "

@@ -145,13 +145,14 @@ class RootForward(HookedForward):
         run = self.run
         if run is None or in_backward():
             return self.forward(*args, **kwargs)
-        run.begin_forward(args, kwargs)
-        try:
-            out = self.forward(*args, **kwargs)
-        except BaseException:
-            run.abandon()
-            raise
-        run.end_forward()
+        with run.lock:
+            run.begin_forward(args, kwargs)
+            try:
+                out = self.forward(*args, **kwargs)
+            except BaseException:
+                run.abandon()
+                raise
+            run.end_forward()
         if torch.is_grad_enabled():
             for tensor in tensors_in(out):
                 if tensor.requires_grad:

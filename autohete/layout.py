@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from autohete import _C
 from autohete.config import PRECISIONS, Config
+from autohete.guard import Guard
 from autohete.hooks import HookedForward
 from autohete.planning import InfeasibleError, format_bytes
 from autohete.units import Unit
@@ -48,6 +49,13 @@ def check_pair(model: nn.Module, optimizer: Optimizer) -> None:
             f"model: this {type(model).__name__} is wrapped already, expected a plain module; "
             "call unwrap() on the first wrapper before wrapping again"
         )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, Guard):
+            raise ValueError(
+                f"model: parameter {name} belongs to another wrapped model, expected one wrapper "
+                "for each parameter; wrap one module that contains both models"
+            )
+    _check_aliases(model)
     known = {id(p) for p in model.parameters()}
     foreign = [
         tuple(p.shape)
@@ -61,6 +69,19 @@ def check_pair(model: nn.Module, optimizer: Optimizer) -> None:
             f"parameters of this {type(model).__name__}; build the optimizer from "
             "model.parameters() of the model that is wrapped"
         )
+
+
+def _check_aliases(model: nn.Module) -> None:
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or parameter.numel() == 0 or parameter.layout != torch.strided:
+            continue
+        other = names.setdefault(parameter.data_ptr(), name)
+        if other != name:
+            raise ValueError(
+                f"model: parameters {other} and {name} share memory, expected memory of their own; "
+                "tie weights by using one Parameter in both places"
+            )
 
 
 def safest_plan(units: list[Unit], native: bool) -> list[_C.UnitPlan]:

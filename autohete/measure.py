@@ -203,8 +203,10 @@ def build_profile(
             p.temporary_bytes = max(m.temporary_bytes(grad_bytes) for m in same)
         unit_profiles.append(p)
     # The loss follows the last unit's forward: its extra coincides with nobody else's.
-    last = unit_profiles[-1]
-    last.temporary_bytes = max(last.temporary_bytes, meter.outside_extra_bytes())
+    # (Units of its kind get it too: the planner takes equal layers as equal.)
+    for p in unit_profiles:
+        if p.kind == unit_profiles[-1].kind:
+            p.temporary_bytes = max(p.temporary_bytes, meter.outside_extra_bytes())
     profile.units = unit_profiles
     profile.fixed_device_bytes = meter.outside_kept_bytes()
     hardware = _C.HardwareProfile()

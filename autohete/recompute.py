@@ -9,10 +9,12 @@ When somebody else edited an input, it raises instead of giving other gradients 
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -52,6 +54,7 @@ class _TwiceRun:
         self._copies: dict[int, Tensor] = {}
         self._objects: dict[int, Any] = {}
         self._buffers: dict[Buffer, Tensor] = {}
+        self._random = (random.getstate(), np.random.get_state())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._versions is None:
@@ -63,7 +66,7 @@ class _TwiceRun:
                 "forward, expected the same values for its recomputation in backward; edit a copy, "
                 "or give a plan= that keeps this unit's activations"
             )
-        with _buffers_from(self._buffers):
+        with _buffers_from(self._buffers), _random_from(self._random):
             return self._forward(*args, **kwargs)
 
     def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -99,6 +102,19 @@ class _TwiceRun:
         if id(leaf) in self._objects:
             return _twin(self._objects[id(leaf)], self._copies)
         return _twin(leaf, self._copies) if isinstance(leaf, Tensor) else leaf
+
+
+@contextmanager
+def _random_from(states: Any) -> Iterator[None]:
+    """Draw from Python's and NumPy's generators what was drawn then (torch does its own)."""
+    now = (random.getstate(), np.random.get_state())
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    try:
+        yield
+    finally:
+        random.setstate(now[0])
+        np.random.set_state(now[1])
 
 
 def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -24,6 +27,19 @@ from autohete.stepping import OptimizerBridge
 from autohete.units import Unit, find_units
 
 _log = logging.getLogger("autohete")
+
+
+# A forked child finds memory as it is at the fork, and no threads: nothing may be in flight then.
+# The hook cannot be taken back, so there is one, for the runs that are still alive.
+_LIVE: weakref.WeakSet[Run] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    for run in list(_LIVE):
+        run.rest()
+
+
+os.register_at_fork(before=_before_fork)
 
 
 class Run:
@@ -62,12 +78,20 @@ class Run:
         self._hooked: list[UnitForward | RootForward] = []
         self._guards = [self._make_guard(index) for index in range(len(self.units))]
         self._moments: list[list[Tensor]] = [[] for _ in self.units]
+        # Parameters of classes of their own cannot wear a guard: their units are waited for.
+        self._unguarded = [
+            index
+            for index, unit in enumerate(self.units)
+            if any(type(p) is not nn.Parameter for p in unit.parameters)
+        ]
+        self.lock = threading.RLock()  # one forward at a time, and no step beside it
         self._users = [0] * len(self.units)
         self._committed = [False] * len(self.units)
         self._open_calls: list[UnitCall] = []
         self._backward_open = False
         self._last_commit: float | None = None
         self._attach(masters_kept)
+        _LIVE.add(self)
 
     # ---------------------------------------------------------------- attach and detach
 
@@ -142,7 +166,8 @@ class Run:
             forward.remove()
         self._hooked.clear()
         self.side.charge_activations(False)
-        self.synchronize()
+        for index in range(len(self.units)):
+            self.settle(index, adopt=False)
         self.engine.leave(target)
         move_buffers(self.model, target)
         self.side.close()
@@ -184,10 +209,10 @@ class Run:
             self._guard(index)
         self.engine.take_back()
 
-    def settle(self, index: int) -> None:
+    def settle(self, index: int, adopt: bool = True) -> None:
         """Wait until the unit's tensors are final; they are plain tensors afterwards."""
         if index < self.engine.num_units():
-            self.engine.settle(index)
+            self.engine.settle(index, adopt)
         self._committed[index] = False
         parameters = self.units[index].parameters
         self._guards[index].take_off(parameters, self._moments[index])
@@ -200,6 +225,13 @@ class Run:
         elif index < self.engine.num_units():
             self.engine.settle_gradients(index)
         self._guards[index].take_off_gradients(self.units[index].parameters)
+
+    def rest(self) -> None:
+        """Wait until nothing is in flight, outside of forward and backward; errors wait too."""
+        if self._hooked and not any(self._users):
+            with contextlib.suppress(Exception):  # the next step() says it
+                self.synchronize()
+                self._guard_all()
 
     def synchronize(self) -> None:
         """Wait for everything in flight; parameters, gradients and moments hold newest values."""
@@ -340,6 +372,8 @@ class Run:
                 self._committed[index] = True
                 self._guards[index].wear(unit.parameters, self._moments[index])
                 self._guards[index].wear_gradients(unit.parameters)
+        for index in self._unguarded:
+            self.settle(index)
         self._count_step()
 
     def step_elsewhere(self, step: Callable[[], Any]) -> Any:

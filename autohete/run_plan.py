@@ -48,6 +48,7 @@ class RunPlan:
         self.profile: _C.Profile | None = None
         self.placements: list[_C.UnitPlan] = []
         self._meter: StepMeter | None = None
+        self.tracing = False  # the user wants the timeline to go on
 
     # ---------------------------------------------------------------- asked by the hooks
 
@@ -150,7 +151,7 @@ class RunPlan:
         assert meter is not None
         engine = self._engine
         rates = lane_rates(engine.take_timeline(), self._num_updated()) | self._side.rates()
-        engine.record_timeline(False)
+        engine.record_timeline(self.tracing)
         sizes = [
             (engine.param_bytes(i), engine.gradient_bytes(i), engine.state_bytes(i))
             for i in range(len(self._units))

@@ -150,7 +150,8 @@ class OptimizerBridge:
         limit = self._run.config.max_grad_norm
         if limit is not None:
             nn.utils.clip_grad_norm_(self._run.model.parameters(), limit)
-        self._run.step()
+        with self._run.lock:
+            self._run.step()
         return loss
 
     def commit(self) -> list[list[Tensor]]:
@@ -173,6 +174,11 @@ class OptimizerBridge:
         return moments
 
     def _hyper(self, group: dict[str, Any]) -> _C.AdamHyper:
+        if group.get("amsgrad") and not self.amsgrad:
+            raise ValueError(
+                "optimizer: amsgrad is True in a param group, expected False as when it was "
+                "wrapped; unwrap() before turning it on and wrap again after"
+            )
         adamw = type(self.optimizer) is not Adam
         decoupled = bool(group.get("decoupled_weight_decay", adamw))
         return hyper_of(group, self.optimizer, decoupled=decoupled)

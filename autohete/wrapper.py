@@ -53,8 +53,8 @@ class AutoHeteWrapper(nn.Module):
 
     # Kept out of nn.Module's own registries, so that names and keys stay the model's.
     module: nn.Module
-    optimizer: Optimizer
-    config: Config
+    _optimizer: Optimizer
+    _config: Config
     run: Run | None
 
     def __init__(
@@ -77,8 +77,8 @@ class AutoHeteWrapper(nn.Module):
             )
         check_types(model, optimizer)
         vars(self)["module"] = model
-        vars(self)["optimizer"] = optimizer
-        vars(self)["config"] = config
+        vars(self)["_optimizer"] = optimizer
+        vars(self)["_config"] = config
         vars(self)["run"] = None
         self.training = model.training
 
@@ -86,7 +86,7 @@ class AutoHeteWrapper(nn.Module):
 
     def _attach(self, device: torch.device) -> None:
         if self.run is None:
-            vars(self)["run"] = Run(self.module, self.optimizer, self.config, device)
+            vars(self)["run"] = Run(self.module, self._optimizer, self._config, device)
             return
         have = self.run.side.torch_device
         if device.type != have.type or (device.index not in (None, have.index)):
@@ -161,6 +161,7 @@ class AutoHeteWrapper(nn.Module):
     def trace(self, path: str | Path | None = None) -> None:
         """Record every lane's work from now on; with `path`, write a Chrome trace and stop."""
         run = self._the_run("trace")
+        run.plans.tracing = path is None
         if path is None:
             run.engine.record_timeline(True)
             return

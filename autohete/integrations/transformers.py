@@ -185,7 +185,7 @@ class AutoHeteCallback(TrainerCallback):  # type: ignore[misc]
         accelerated, optimizer = kwargs["optimizer"], kwargs["optimizer"]
         while isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
-        if self._wrapper is None or self._wrapper.optimizer is not optimizer:
+        if self._wrapper is None or self._wrapper._optimizer is not optimizer:
             steps = args.gradient_accumulation_steps
             self._attach(optimizer, args.device, {"gradient_accumulation_steps": steps})
         self._accelerated = _recapture(accelerated)

@@ -179,7 +179,7 @@ void bind_engine(py::module_& module) {
       .def("send_gradients", &TorchEngine::send_gradients)
       .def("finish_backward", &TorchEngine::finish_backward)
       .def("abandon", &TorchEngine::abandon)
-      .def("settle", &TorchEngine::settle)
+      .def("settle", &TorchEngine::settle, py::arg("unit"), py::arg("adopt") = true)
       .def("take_back", [](TorchEngine& self) { self.engine().take_back(); })
       .def("settle_gradients", &TorchEngine::settle_gradients)
       .def("synchronize", &TorchEngine::synchronize)

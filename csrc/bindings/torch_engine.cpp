@@ -96,7 +96,7 @@ void TorchEngine::configure(const std::vector<UnitPlan>& plans, int window,
 void TorchEngine::leave(c10::Device device) {
   use_current_stream();
   synchronize();
-  for (int i = 0; i < num_units(); ++i) settle(i);
+  for (int i = 0; i < num_units(); ++i) settle(i, /*adopt=*/false);
   {
     NoGil no_gil;
     engine_.configure({}, EngineOptions{});
@@ -134,7 +134,7 @@ void TorchEngine::acquire(int index, Direction direction) {
   land(/*all=*/false);
   TorchUnit& unit = *units_.at(index);
   if (users_[index]++ == 0) {
-    if (unit.adopt_replaced()) settle(index);
+    if (unit.has_replaced()) settle(index);
     if (unit.gradients_leaving()) settle_leaving(index);  // the next backward adds to them
     versions_[index] = unit.versions();
   }
@@ -223,7 +223,7 @@ void TorchEngine::settle_leaving(int index) {
   }
 }
 
-void TorchEngine::settle(int index) {
+void TorchEngine::settle(int index, bool adopt) {
   if (engine_.num_units() == 0) return;  // between add_unit() and configure(): all is at home
   use_current_stream();
   settle_gradients(index);
@@ -233,7 +233,9 @@ void TorchEngine::settle(int index) {
     block = engine_.settle(index);
   }
   touched_[index] = true;
-  if (users_[index] == 0) point(index, block);
+  if (users_[index] > 0) return;
+  if (adopt) units_[index]->adopt_replaced();
+  point(index, block);
 }
 
 void TorchEngine::synchronize() {
@@ -272,8 +274,11 @@ void TorchEngine::commit(const std::vector<AdamHyper>& hypers) {
     TorchUnit& unit = *units_[i];
     while (users_[i] > 0) release(i);
     const bool host = unit.plan().optimizer_state == Tier::kHost;
-    const bool replaced = unit.adopt_replaced();
-    if (!host) continue;
+    const bool replaced = unit.has_replaced();
+    if (!host) {
+      unit.adopt_replaced();
+      continue;
+    }
     const bool kernels_pending = cuda && (replaced || touched_[i] || gradients_touched_[i]);
     gradients_touched_[i] = false;
     if (replaced || touched_[i]) {

@@ -57,7 +57,8 @@ class TorchEngine {
 
   // --- what the user touches
   // The unit's parameters, moments and gradients hold their newest values and nothing writes them.
-  void settle(int unit);
+  // Storages the user put in become ours, unless `adopt` is off: then they stay the user's.
+  void settle(int unit, bool adopt = true);
   // The gradients are whole and where the user sees them; updates may go on.
   void settle_gradients(int unit);
   void synchronize();

@@ -202,7 +202,14 @@ void TorchUnit::leave(c10::Device device) {
 }
 
 void TorchUnit::point_parameters(const BlockPtr& block) {
-  for (TorchParameter& parameter : parameters_) parameter.value.point_at(block);
+  for (TorchParameter& parameter : parameters_) {
+    if (!parameter.value.replaced()) parameter.value.point_at(block);
+  }
+}
+
+bool TorchUnit::has_replaced() const {
+  return std::any_of(parameters_.begin(), parameters_.end(),
+                     [](const TorchParameter& parameter) { return parameter.value.replaced(); });
 }
 
 bool TorchUnit::adopt_replaced() {

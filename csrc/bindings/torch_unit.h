@@ -78,6 +78,8 @@ class TorchUnit {
     return plan_.parameters == Tier::kHost ? params_host_ : params_device_;
   }
 
+  // The user gave some parameter another storage (p.data = x).
+  bool has_replaced() const;
   // Makes parameters the user gave another storage ours again (their bytes move into the newest
   // block). Returns true when there were any.
   bool adopt_replaced();

@@ -75,18 +75,18 @@ void HomedTensor::move_into(const BlockPtr& block, c10::Device device) {
     // A header of its own over the block; the parameter object stays the user's.
     tensor_.set_data(header_over(c10::DataPtr(home, device), source));
   }
-  storage_ = tensor_.storage().unsafeGetStorageImpl();
-  point_storage(*storage_, block, offset_, device);
+  storage_ = tensor_.storage();
+  point_storage(*storage_.unsafeGetStorageImpl(), block, offset_, device);
 }
 
 void HomedTensor::point_at(const BlockPtr& block) {
   if (tensor_.storage().data() == block->data() + offset_) return;
-  point_storage(*storage_, block, offset_, tensor_.device());
+  point_storage(*storage_.unsafeGetStorageImpl(), block, offset_, tensor_.device());
 }
 
 void HomedTensor::leave(const BlockPtr& block, c10::Device device) {
   if (device == tensor_.device()) {
-    copy_out(*storage_, block->tier());
+    copy_out(*storage_.unsafeGetStorageImpl(), block->tier());
     return;
   }
   const c10::Device source = true_device(block->tier(), tensor_.device());
@@ -97,8 +97,8 @@ void HomedTensor::leave(const BlockPtr& block, c10::Device device) {
 }
 
 bool HomedTensor::replaced() const {
-  return tensor_.storage().unsafeGetStorageImpl() != storage_ || tensor_.nbytes() != bytes_ ||
-         !owns_its_storage(tensor_);
+  return tensor_.storage().unsafeGetStorageImpl() != storage_.unsafeGetStorageImpl() ||
+         tensor_.nbytes() != bytes_ || !owns_its_storage(tensor_);
 }
 
 }  // namespace autohete

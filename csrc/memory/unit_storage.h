@@ -52,7 +52,7 @@ class HomedTensor {
   at::Tensor tensor_;
   std::size_t offset_ = 0;
   std::size_t bytes_ = 0;
-  c10::StorageImpl* storage_ = nullptr;  // the one we point; compared, never dereferenced alone
+  c10::Storage storage_;  // the one we point; held, since the user may give the tensor another
 };
 
 }  // namespace autohete

@@ -1,6 +1,8 @@
 // Over 350 lines: all methods work on one table of units under one lock.
 #include "csrc/runtime/engine.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <tuple>
@@ -9,7 +11,9 @@
 namespace autohete {
 
 Engine::Engine(Device& device, Store& store, Workers& workers)
-    : device_(device), store_(store), workers_(workers) {}
+    : device_(device), store_(store), workers_(workers), owner_process_(getpid()) {}
+
+bool Engine::in_forked_child() const { return getpid() != owner_process_; }
 
 Engine::~Engine() {
   {
@@ -57,6 +61,14 @@ void Engine::configure(std::vector<UnitBlocks> units, EngineOptions options) {
   direction_ = Direction::kForward;
 }
 
+void Engine::refuse_training_in_child() const {
+  if (in_forked_child())
+    throw std::runtime_error(
+        "autohete: this process was forked from the one that trains, and the engine's threads "
+        "stayed "
+        "there; evaluate here, or wrap a model of this process's own");
+}
+
 int Engine::num_units() {
   Lock lock(mutex_);
   return static_cast<int>(units_.size());
@@ -93,6 +105,7 @@ void Engine::wait(Lock& lock, double EngineCounters::* cause, int unit, Predicat
 }
 
 BlockPtr Engine::acquire(int index, Direction direction) {
+  if (in_forked_child()) return newest_block(units_.at(index));
   Lock lock(mutex_);
   Unit& unit = units_.at(index);
   if (unit.users > 0) {
@@ -139,39 +152,48 @@ BlockPtr Engine::acquire(int index, Direction direction) {
 }
 
 BlockPtr Engine::release(int index, bool edited) {
+  if (in_forked_child()) return newest_block(units_.at(index));
   Lock lock(mutex_);
   Unit& unit = units_.at(index);
   if (unit.users == 0) return newest_block(unit);
   if (--unit.users > 0) return device_block(unit) ? device_block(unit) : newest_block(unit);
   if (unit.state.residency != Residency::kComputing) return newest_block(unit);  // a slot miss
-  advance(unit.state, UnitEvent::kReleased);
   const Event last_use = device_.record(kComputeStream);
+  if (edited && offloaded(unit)) bring_home(lock, index, last_use);
+  advance(unit.state, UnitEvent::kReleased);
   unit.last_use = last_use;
   if (unit.slot >= 0) slots_[unit.slot].last_use = last_use;
-  if (!edited || !offloaded(unit)) return newest_block(unit);
-  // Rare: the module wrote to its own parameters. The slot's bytes go home at once.
-  bool home = false;
-  std::exception_ptr error;
+  return newest_block(unit);
+}
+
+// With mutex_ held. Rare: the module wrote to its own parameters, and the slot's bytes go home. The
+// unit counts as computing until they are there, so nobody takes its slot.
+void Engine::bring_home(Lock& lock, int index, const Event& after) {
+  struct Arrival {
+    bool home = false;
+  };
+  const auto arrival = std::make_shared<Arrival>();
+  Unit& unit = units_[index];
   CopyJob job;
   job.segments = {
       {unit.blocks.params_host->data(), slots_[unit.slot].block->data(), unit.blocks.param_bytes}};
   job.unit = index;
-  job.after = last_use;
-  job.done = [&](std::exception_ptr failure) {
+  job.after = after;
+  job.done = [this, arrival](std::exception_ptr failure) {
     Lock inner(mutex_);
-    home = true;
-    error = failure;
+    arrival->home = true;
+    if (failure) fail(failure);
     changed_.notify_all();
   };
   lock.unlock();
   download_lane_->submit(std::move(job));
   lock.lock();
-  changed_.wait(lock, [&] { return home; });
-  if (error) std::rethrow_exception(error);
-  return newest_block(unit);
+  wait_ticking(lock, [&] { return arrival->home; });
+  rethrow(lock);
 }
 
 BlockPtr Engine::settle(int index) {
+  if (in_forked_child()) return newest_block(units_.at(index));
   Lock lock(mutex_);
   Unit& unit = units_.at(index);
   unit.given_out = true;  // first: other units' updates end and prefetch while we wait
@@ -259,7 +281,7 @@ void Engine::prefetch() {
     Unit& unit = units_[position];
     if (!offloaded(unit)) continue;
     ++seen;
-    if (unit.state.residency != Residency::kHost || unit.given_out) continue;
+    if (unit.state.residency != Residency::kHost || unit.given_out || unit.users > 0) continue;
     if (!unit.state.parameters_final()) continue;  // its own update asks again when done
     if (!take_slot(position)) return;
     start_upload(position, static_cast<std::uint64_t>(seen));
@@ -267,6 +289,7 @@ void Engine::prefetch() {
 }
 
 void Engine::send_gradients(int index, std::vector<CopySegment> segments) {
+  refuse_training_in_child();
   Lock lock(mutex_);
   Unit& unit = units_.at(index);
   AH_ASSERT(unit.blocks.gradients_host != nullptr);
@@ -299,6 +322,7 @@ bool Engine::gradients_landed(int index) {
 }
 
 void Engine::wait_gradients(int index) {
+  if (in_forked_child()) return;
   Lock lock(mutex_);
   Unit& unit = units_.at(index);
   wait(lock, &EngineCounters::wait_gradients_seconds, index, [&] {
@@ -308,6 +332,7 @@ void Engine::wait_gradients(int index) {
 }
 
 void Engine::wait_gradients_below(int count) {
+  if (in_forked_child()) return;
   Lock lock(mutex_);
   wait(lock, &EngineCounters::wait_gradients_seconds, -1, [&] {
     return std::count_if(units_.begin(), units_.end(), [](const Unit& unit) {
@@ -318,6 +343,7 @@ void Engine::wait_gradients_below(int count) {
 }
 
 void Engine::commit(int index, std::function<void()> update) {
+  refuse_training_in_child();
   Lock lock(mutex_);
   rethrow(lock);
   Unit& unit = units_.at(index);
@@ -335,6 +361,7 @@ void Engine::commit(int index, std::function<void()> update) {
 }
 
 void Engine::begin_iteration() {
+  if (in_forked_child()) return;
   Lock lock(mutex_);
   direction_ = Direction::kForward;
   position_ = -1;
@@ -394,6 +421,7 @@ void Engine::check() {
 }
 
 void Engine::synchronize() {
+  if (in_forked_child()) return;
   Lock lock(mutex_);
   wait_ticking(lock, [&] {
     return std::all_of(units_.begin(), units_.end(), [](const Unit& unit) {
@@ -405,6 +433,7 @@ void Engine::synchronize() {
 }
 
 void Engine::abandon() {
+  if (in_forked_child()) return;
   Lock lock(mutex_);
   for (Unit& unit : units_) {
     if (std::exchange(unit.users, 0) == 0) continue;

@@ -9,6 +9,8 @@
 // mutex_ guards all members that say so.
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
@@ -151,6 +153,9 @@ class Engine {
   void start_upload(int unit, std::uint64_t priority);
   void prefetch();
   void start_update(int unit);
+  void bring_home(Lock& lock, int unit, const Event& after);
+  bool in_forked_child() const;
+  void refuse_training_in_child() const;
   void run_update(int unit);
   void fail(std::exception_ptr error);
   void rethrow(Lock& lock);
@@ -159,6 +164,7 @@ class Engine {
   Device& device_;
   Store& store_;
   Workers& workers_;
+  const pid_t owner_process_;  // threads do not follow into a forked child: it only reads
   Timeline timeline_;
 
   std::mutex mutex_;  // guards everything below except the lanes, which lock themselves

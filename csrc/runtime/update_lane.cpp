@@ -1,12 +1,18 @@
 #include "csrc/runtime/update_lane.h"
 
+#include <unistd.h>
+
 #include <utility>
 
 namespace autohete {
 
-UpdateLane::UpdateLane() : thread_([this] { run(); }) {}
+UpdateLane::UpdateLane() : owner_process_(getpid()), thread_([this] { run(); }) {}
 
 UpdateLane::~UpdateLane() {
+  if (getpid() != owner_process_) {  // a forked child: the thread stayed in the parent
+    thread_.detach();
+    return;
+  }
   {
     std::lock_guard lock(mutex_);
     stop_ = true;

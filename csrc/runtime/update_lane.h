@@ -1,6 +1,8 @@
 // The CPU lane: one thread that takes updates, smallest unit first, and runs each on all workers.
 #pragma once
 
+#include <sys/types.h>
+
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
@@ -29,6 +31,7 @@ class UpdateLane {
   std::condition_variable changed_;
   std::multimap<std::uint64_t, std::function<void()>> queue_;
   bool stop_ = false;
+  const pid_t owner_process_;
   std::thread thread_;
 };
 
