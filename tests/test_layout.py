@@ -46,7 +46,7 @@ PYTHON_FLOORS = [
     {"planning", "report"},
     {"config", "hooks", "checkpoint", "distributed", "wrapper"},
     {"integrations", "demo"},
-    {"cli"},
+    {"cli", "__main__"},
 ]
 TRAINING_PATH = 3
 
