@@ -1,4 +1,7 @@
-"""One model and optimizer in training under autohete, from attach() to detach()."""
+"""One model and optimizer in training under autohete, from attaching to detach().
+
+Over 350 lines: who may touch a unit's tensors when is one story, told in one place.
+"""
 
 from __future__ import annotations
 
