@@ -169,7 +169,7 @@ class Climber {
   Candidate best_;
   double best_seconds_ = std::numeric_limits<double>::infinity();
   int simulations_ = 0;
-  int limit_ = 0;  // of simulations, for now
+  int limit_ = 0;  // of simulations, in the present stage
 };
 
 }  // namespace
