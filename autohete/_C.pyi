@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections.abc
 import torch
 import typing
-__all__: list[str] = ['ActivationRule', 'AdamHyper', 'Budgets', 'CopyDirection', 'DeviceHandle', 'Direction', 'Engine', 'Formulation', 'Goal', 'HardwareProfile', 'HostMachine', 'InfeasibleError', 'Plan', 'PlannerOptions', 'Profile', 'Segment', 'SegmentCounts', 'SimulatedLane', 'SimulatedSpan', 'Simulation', 'SimulationPolicy', 'Tier', 'UNIT_EVENTS', 'UnitPlan', 'UnitProfile', 'UpdateStats', 'Workers', 'adamw_', 'cast_', 'cgroup_cpu_quota', 'copy_', 'cpu_features', 'cpus_for_rank', 'decode_plan', 'default_num_workers', 'device_peak_bytes', 'finish_plan', 'formulate', 'host_bytes', 'lane_seconds', 'minimum_device_bytes', 'minimum_host_bytes', 'next_unit_state', 'next_use_distance', 'policy_of', 'predict_plan', 'require_feasible', 'require_within', 'search_plan', 'simulate', 'squared_norm', 'validate_hardware', 'validate_plan', 'validate_profile']
+__all__: list[str] = ['ActivationRule', 'AdamHyper', 'Budgets', 'CopyDirection', 'DeviceHandle', 'Direction', 'Engine', 'Formulation', 'Goal', 'HardwareProfile', 'HostMachine', 'InfeasibleError', 'Plan', 'PlannerOptions', 'Profile', 'Segment', 'SegmentCounts', 'SimulatedLane', 'SimulatedSpan', 'Simulation', 'SimulationPolicy', 'Tier', 'UNIT_EVENTS', 'UnitPlan', 'UnitProfile', 'UpdateStats', 'Workers', 'adamw_', 'cast_', 'cgroup_cpu_quota', 'copy_', 'cpu_features', 'cpus_for_rank', 'decode_plan', 'default_num_workers', 'device_peak_bytes', 'finish_plan', 'formulate', 'host_bytes', 'lane_seconds', 'minimum_device_bytes', 'minimum_host_bytes', 'next_unit_state', 'next_use_distance', 'policy_of', 'predict_plan', 'release_file_pages', 'require_feasible', 'require_within', 'search_plan', 'simulate', 'squared_norm', 'validate_hardware', 'validate_plan', 'validate_profile']
 class AdamHyper:
     """
     What one update of Adam or AdamW is made with.
@@ -856,6 +856,10 @@ def policy_of(strategy: str) -> SimulationPolicy:
     ...
 def predict_plan(profile: Profile, plan: Plan, policy: SimulationPolicy) -> None:
     ...
+def release_file_pages(ranges: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]]) -> None:
+    """
+    Let the kernel have back the pages of (begin, end) address ranges that are mapped from files; they are read again when touched.
+    """
 def require_feasible(profile: Profile, budgets: Budgets, options: PlannerOptions) -> None:
     ...
 def require_within(profile: Profile, plan: Plan, budgets: Budgets) -> None:

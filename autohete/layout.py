@@ -160,6 +160,15 @@ def convert(unit: Unit, precision: str | None) -> list[Tensor | None]:
     return masters
 
 
+def host_ranges(unit: Unit) -> list[tuple[int, int]]:
+    """Return where in host memory the unit's tensors lie, as [begin, end) addresses."""
+    return [
+        (p.data_ptr(), p.data_ptr() + p.nbytes)
+        for p in unit.parameters
+        if p.device.type == "cpu" and p.layout == torch.strided and p.is_contiguous()
+    ]
+
+
 def _leave_meta(unit: Unit) -> None:
     """Give the unit's meta tensors memory, and the values their modules' reset_parameters gives.
 

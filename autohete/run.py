@@ -23,7 +23,14 @@ from autohete.config import Config
 from autohete.devices import CudaSide, HostSide, Side
 from autohete.guard import UnitGuard
 from autohete.hooks import RootForward, UnitCall, UnitForward, in_backward
-from autohete.layout import check_budgets, check_pair, convert, move_buffers, safest_plan
+from autohete.layout import (
+    check_budgets,
+    check_pair,
+    convert,
+    host_ranges,
+    move_buffers,
+    safest_plan,
+)
 from autohete.planning import Plan, format_bytes
 from autohete.run_plan import RunPlan
 from autohete.stepping import OptimizerBridge
@@ -126,6 +133,7 @@ class Run:
         """Give each unit's parameters their home, one unit at a time."""
         safest = safest_plan(self.units, self.bridge.native)
         for unit, placement in zip(self.units, safest, strict=True):
+            sources = host_ranges(unit)
             masters = convert(unit, self.config.precision)
             updated = [self.bridge.updates(p) for p in unit.parameters]
             self.engine.add_unit(
@@ -137,6 +145,8 @@ class Run:
                 amsgrad=self.bridge.amsgrad,
                 plan=placement,
             )
+            del masters
+            _C.release_file_pages(sources)
         move_buffers(self.model, self.side.torch_device)
 
     def _install(self) -> None:

@@ -14,6 +14,7 @@
 #include "csrc/base/cpu_count.h"
 #include "csrc/base/cpu_features.h"
 #include "csrc/bindings/tensor_argument.h"
+#include "csrc/device/file_pages.h"
 #include "csrc/kernels/kernels.h"
 #include "csrc/runtime/workers.h"
 
@@ -272,6 +273,9 @@ void bind_ops(py::module_& module) {
              py::arg("level") = py::none(), "Convert src into dst, rounding to nearest even.");
   module.def("copy_", &copy_, py::arg("workers"), py::arg("dst"), py::arg("src"),
              "Copy src into dst over the workers.");
+  module.def("release_file_pages", &release_file_pages, py::arg("ranges"),
+             "Let the kernel have back the pages of (begin, end) address ranges that are mapped "
+             "from files; they are read again when touched.");
 }
 
 }  // namespace autohete

@@ -103,3 +103,73 @@ def test_wrapping_needs_at_most_the_state_and_one_unit_of_host_memory(source):
     state = 24 * unit * 4  # parameters, gradients, two moments
     slots, noise = 2 * unit, 2 * unit  # the host device's own memory; the interpreter's
     assert int(done.stdout) <= state + unit + slots + noise
+
+
+MAPPED = """
+import sys
+import torch
+from autohete import AutoHeteWrapper, CPUAdamW
+from torch import nn
+
+source, path, num_layers = sys.argv[1], sys.argv[2], 12
+
+def status(field):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+def build(width):
+    if source == "torch.load":
+        return nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(num_layers)])
+    import transformers
+    config = transformers.GPT2Config(
+        n_layer=num_layers, n_embd=width // 2, n_head=4, vocab_size=500, n_positions=64,
+        bos_token_id=0, eos_token_id=0)
+    return transformers.GPT2LMHeadModel(config)
+
+def save():
+    model = build(1024)
+    if source == "torch.load":
+        torch.save(model.state_dict(), path)
+    else:
+        model.save_pretrained(path)
+
+def load():
+    if source == "torch.load":
+        with torch.device("meta"):
+            model = build(1024)
+        model.load_state_dict(torch.load(path, mmap=True), assign=True)
+        return model
+    import transformers
+    return transformers.GPT2LMHeadModel.from_pretrained(path)
+
+def wrap(model):
+    optimizer = CPUAdamW(model.parameters())
+    return AutoHeteWrapper(model, optimizer, gpu_mem="64MiB", profile_path=None).to("cpu")
+
+if len(sys.argv) > 3:
+    save()
+    sys.exit()
+wrap(build(64)).unwrap()  # what the first call loads is not the model's
+model = load()
+parameters = sum(p.nbytes for p in model.parameters())
+before = status("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")  # the peak is counted from here
+wrapped = wrap(model)
+print(status("VmHWM") - before, parameters, status("VmRSS") - before)
+"""
+
+
+@pytest.mark.parametrize("source", ["torch.load", "from_pretrained"])
+def test_a_model_mapped_from_a_file_is_wrapped_without_a_second_copy(source, tmp_path):
+    if source == "from_pretrained":
+        pytest.importorskip("transformers", reason="transformers is not installed")
+    command = [sys.executable, "-c", MAPPED, source, str(tmp_path / "weights")]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([*command, "save"], check=True, timeout=90, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=90, env=environment
+    )
+    peak, parameters, _ = map(int, done.stdout.split()[-3:])
+    unit, slots, noise = parameters // 10, 2 * parameters // 10, 8 << 20
+    assert parameters >= 48 << 20
+    assert peak <= parameters + unit + slots + noise
