@@ -25,6 +25,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds kLookAnyway{500};
 
+// Becomes true when the device calls back that an event is over.
+using Notice = std::shared_ptr<std::atomic<bool>>;
+
 // A job and how far its copies have been issued.
 struct Progress {
   Progress(CopyJob&& given, std::uint64_t order) : job(std::move(given)), order(order) {}
@@ -40,7 +43,7 @@ struct Progress {
   std::size_t bytes_issued = 0;
   double start_seconds = 0;
   std::exception_ptr failure;
-  bool watched = false;  // when_complete(job.after) will wake the lane
+  Notice after_is_over;  // null: nobody has asked the device to wake the lane yet
 };
 using ProgressPtr = std::shared_ptr<Progress>;
 
@@ -54,6 +57,7 @@ struct Chunk {
   ProgressPtr owner;
   Event end;
   std::size_t bytes;
+  Notice is_over;
 };
 
 // The next copy of a job: up to `limit` bytes from where it stands, over segments that follow each
@@ -156,7 +160,8 @@ struct TransferLane::Impl {
   void finish(Progress& progress);
   void close();
   void copy_on_caller(CopyJob job);
-  void wake_when(const Event& event);
+  Notice wake_when(const Event& event);
+  bool is_over(const Event& event, const Notice& notice);
 
   Device& device;
   const CopyDirection direction;
@@ -199,7 +204,7 @@ void TransferLane::Impl::promote_waiting() {
   for (ProgressPtr& progress : candidates) {
     bool complete = false;
     try {
-      complete = device.query(progress->job.after);
+      complete = is_over(progress->job.after, progress->after_is_over);
     } catch (...) {
       progress->failure = std::current_exception();
       finish(*progress);
@@ -217,35 +222,48 @@ void TransferLane::Impl::promote_waiting() {
 // only the first is watched: the next is when that one has come, so that few waits are pending.
 void TransferLane::Impl::watch_waiting() {
   for (const ProgressPtr& progress : waiting) {
-    if (progress->watched) continue;
+    if (progress->after_is_over) continue;
     const bool covered = std::any_of(waiting.begin(), waiting.end(), [&](const auto& other) {
-      return other->watched && other->job.after.completes_by(progress->job.after);
+      return other->after_is_over && other->job.after.completes_by(progress->job.after);
     });
-    if (covered) continue;
-    progress->watched = true;
-    wake_when(progress->job.after);
+    if (!covered) progress->after_is_over = wake_when(progress->job.after);
   }
 }
 
 // Where the device cannot call back, the lane waits itself: slower for the others, never stuck.
-void TransferLane::Impl::wake_when(const Event& event) {
+Notice TransferLane::Impl::wake_when(const Event& event) {
+  auto notice = std::make_shared<std::atomic<bool>>(false);
+  const auto ring = [doorbell = doorbell, notice] {
+    *notice = true;
+    doorbell->ring();
+  };
   try {
-    device.when_complete(event, [doorbell = doorbell] { doorbell->ring(); });
-    return;
+    device.when_complete(event, ring);
+    return notice;
   } catch (const std::exception&) {
   }
   try {
     device.synchronize(event);
-  } catch (const std::exception&) {  // query() says the same to whoever needs to know
+  } catch (const std::exception&) {  // is_over() says the same to whoever needs to know
   }
-  doorbell->ring();
+  ring();
+  return notice;
+}
+
+// Rethrows the failure of what the event stands for. After the device's call nothing is left to
+// wait for; synchronize() is asked all the same, for the failure, and because it is the one call
+// after which every runtime counts an event as complete.
+bool TransferLane::Impl::is_over(const Event& event, const Notice& notice) {
+  if (!notice || !*notice) return device.query(event);
+  device.synchronize(event);
+  return true;
 }
 
 void TransferLane::Impl::retire_chunks() {
   while (!in_flight.empty()) {
     Chunk& chunk = in_flight.front();
     try {
-      if (!device.query(chunk.end)) return;
+      if (!is_over(chunk.end, chunk.is_over)) return;
       bytes_moved += chunk.bytes;
     } catch (...) {
       if (!chunk.owner->failure) chunk.owner->failure = std::current_exception();
@@ -288,14 +306,14 @@ void TransferLane::Impl::issue_chunk(const ProgressPtr& progress) {
   }
   if (copies == 0) return;
   try {
-    in_flight.push_back({progress, device.record(stream), bytes});
+    in_flight.push_back({progress, device.record(stream), bytes, nullptr});
   } catch (...) {
     if (!progress->failure) progress->failure = std::current_exception();
     return;
   }
   ++progress->chunks_in_flight;
   progress->bytes_issued += bytes;
-  wake_when(in_flight.back().end);
+  in_flight.back().is_over = wake_when(in_flight.back().end);
 }
 
 void TransferLane::Impl::finish(Progress& progress) {
