@@ -38,10 +38,19 @@ class Network(nn.Module):
         return x
 
 
-def wrapper(model: nn.Module, kind: str = "all", **keywords: object) -> AutoHeteWrapper:
-    optimizer = CPUAdamW(model.parameters(), lr=1e-2)
+def adamw(model: nn.Module) -> CPUAdamW:
+    return CPUAdamW(model.parameters(), lr=1e-2)
+
+
+def wrapper(
+    model: nn.Module,
+    kind: str = "all",
+    optimizer: CPUAdamW | None = None,
+    **keywords: object,
+) -> AutoHeteWrapper:
     keywords = {"gpu_mem": "1GiB", "cpu_mem": "64MiB", "profile_path": None, **keywords}
-    return AutoHeteWrapper(model, optimizer, plan=forced_plan(model, kind), **keywords)
+    plan = forced_plan(model, kind)
+    return AutoHeteWrapper(model, optimizer or adamw(model), plan=plan, **keywords)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, device: str = "cuda") -> None:
@@ -70,11 +79,12 @@ def assert_trained(model: nn.Module, steps: int) -> None:
 def test_a_model_on_the_cpu_or_on_the_gpu_is_taken_as_it_is(start, kind):
     model = Network().to(start)
     before = [p.detach().cpu().clone() for p in model.parameters()]
-    wrapped = wrapper(model, kind).cuda()
+    optimizer = adamw(model)
+    wrapped = wrapper(model, kind, optimizer).cuda()
     assert all(p.is_cuda for p in model.parameters()), "user code sees tensors of the GPU"
     assert all(torch.equal(p.cpu(), q) for p, q in zip(model.parameters(), before, strict=True))
     for _ in range(3):
-        step(wrapped, wrapped.optimizer)
+        step(wrapped, optimizer)
     wrapped.unwrap()
     assert_trained(model, 3)
 
@@ -83,11 +93,11 @@ def test_a_model_on_the_cpu_or_on_the_gpu_is_taken_as_it_is(start, kind):
 @pytest.mark.parametrize("target", ["cuda", "cpu"])
 def test_unwrap_leaves_plain_tensors_where_it_is_told_to(kind, target):
     model = Network()
-    wrapped = wrapper(model, kind).cuda()
-    step(wrapped, wrapped.optimizer)
+    optimizer = adamw(model)
+    wrapped = wrapper(model, kind, optimizer).cuda()
+    step(wrapped, optimizer)
     x = torch.ones(2, 16, device="cuda")
     wrapped(x).backward(x)
-    optimizer = wrapped.optimizer
     weights = [p.detach().cpu().clone() for p in model.parameters()]
     gradients = [p.grad.cpu().clone() for p in model.parameters()]
     wrapped.unwrap(target)
@@ -116,12 +126,13 @@ def test_shared_buffers_move_together():
 
 def test_unwrap_onto_a_gpu_that_is_too_full_says_how_to_keep_the_model_on_the_cpu(monkeypatch):
     model = Network()
-    wrapped = wrapper(model).cuda()
-    step(wrapped, wrapped.optimizer)
+    optimizer = adamw(model)
+    wrapped = wrapper(model, optimizer=optimizer).cuda()
+    step(wrapped, optimizer)
     monkeypatch.setattr(type(wrapped.run.side), "free_for_plain_tensors", lambda self: 100)
     with pytest.raises(torch.OutOfMemoryError, match=r'free there; keep .*unwrap\("cpu"\)'):
         wrapped.unwrap()
-    step(wrapped, wrapped.optimizer)  # nothing has changed
+    step(wrapped, optimizer)  # nothing has changed
     wrapped.unwrap("cpu")
     assert_trained(model, 2)
 
@@ -154,11 +165,14 @@ def test_the_limit_on_torchs_memory_is_put_back():
 
 
 def test_nothing_of_a_wrapper_stays_on_the_gpu():
-    step(model := wrapper(Network()).cuda(), model.optimizer)  # what libraries keep is there now
-    model.unwrap("cpu")
+    def round_trip() -> None:
+        model = Network()
+        optimizer = adamw(model)
+        wrapped = wrapper(model, optimizer=optimizer).cuda()
+        step(wrapped, optimizer)
+        wrapped.unwrap("cpu")
+
+    round_trip()  # what libraries keep is there now
     before = torch.cuda.memory_allocated()
-    wrapped = wrapper(Network()).cuda()
-    step(wrapped, wrapped.optimizer)
-    wrapped.unwrap("cpu")
-    del wrapped
+    round_trip()
     assert torch.cuda.memory_allocated() == before
