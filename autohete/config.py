@@ -33,6 +33,9 @@ class Config:
     gradient_accumulation_steps: int = 1
     max_grad_norm: float | None = None
     """Clip the total norm in step(), as torch.nn.utils.clip_grad_norm_ would before it."""
+    early_updates: bool = True
+    """Update units while backward goes on, beside their present state (a second copy of it on the
+    host, where cpu_mem has room), once the loop's habit is known; False waits for step()."""
     num_workers: int | None = None
     layers: Layers = None
     """What counts as a unit; see autohete.units.find_units."""

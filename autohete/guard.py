@@ -40,6 +40,10 @@ _METADATA |= {
 }
 
 
+# What clipping asks of a gradient: its unit may know without looking.
+_ANSWERED = {torch.linalg.vector_norm, torch.Tensor.mul_}
+
+
 def _guarded(values: Any) -> Iterator[Guard]:
     for value in values:
         if isinstance(value, Guard):
@@ -54,6 +58,8 @@ class Guard:
     """What all guard classes share. `settle` belongs to one unit."""
 
     settle: Callable[[], None]
+    answer: Callable[[Any, tuple[Any, ...]], Any] | None = None
+    """(func, args) -> the result, or NotImplemented; of gradients that are only leaving."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,6 +67,11 @@ class Guard:
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func in _ANSWERED and not kwargs and isinstance(args[0], Guard):
+            answer = type(args[0]).answer
+            result = answer(func, args) if answer else NotImplemented
+            if result is not NotImplemented:
+                return result
         for tensor in list(_guarded((*args, *kwargs.values()))):
             Guard._settled(tensor)  # the first may have unguarded the others
         return func(*args, **kwargs)  # on plain tensors; autograd.grad runs user code inside
@@ -87,13 +98,21 @@ class UnitGuard:
     Args:
         settle: makes parameters, gradients and moments final; called on the first touch of one.
         settle_gradient: the same for gradients that are only leaving.
+        answer: what may be answered for those without settling; see Guard.answer.
     """
 
-    def __init__(self, settle: Callable[[], None], settle_gradient: Callable[[], None]) -> None:
-        body = {"settle": staticmethod(settle)}
+    def __init__(
+        self,
+        settle: Callable[[], None],
+        settle_gradient: Callable[[], None],
+        answer: Callable[[Any, tuple[Any, ...]], Any] | None = None,
+    ) -> None:
+        body: dict[str, Any] = {"settle": staticmethod(settle)}
         self._parameter: Any = type("Parameter", (Guard, nn.Parameter), dict(body))
         self._tensor: Any = type("Tensor", (Guard, torch.Tensor), dict(body))
         body = {"settle": staticmethod(settle_gradient)}
+        if answer is not None:
+            body["answer"] = staticmethod(answer)
         self._gradient: Any = type("Tensor", (Guard, torch.Tensor), dict(body))
 
     def wear(self, parameters: list[nn.Parameter], moments: list[torch.Tensor]) -> None:

@@ -215,8 +215,13 @@ def _number(name: str, value: float | Tensor) -> float:
     return float(value)
 
 
-def hyper_of(group: dict[str, Any], optimizer: Optimizer, *, decoupled: bool) -> _C.AdamHyper:
+def hyper_of(
+    group: dict[str, Any], optimizer: Optimizer, *, decoupled: bool, grad_scale: float = 1.0
+) -> _C.AdamHyper:
     """Return a param group's numbers as the kernel takes them, the scaler's among them.
+
+    Args:
+        grad_scale: what gradients are multiplied by where the scaler has left no word.
 
     Raises:
         ValueError: one is out of its range (a scheduler may have set it).
@@ -232,7 +237,7 @@ def hyper_of(group: dict[str, Any], optimizer: Optimizer, *, decoupled: bool) ->
         decoupled_decay=decoupled,
         maximize=bool(group["maximize"]),
         amsgrad=bool(group["amsgrad"]),
-        grad_scale=1.0 if scale is None else 1.0 / float(scale),
+        grad_scale=grad_scale if scale is None else 1.0 / float(scale),
     )
 
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from autohete import _C
 from autohete.config import Config
 from autohete.devices import CudaSide, HostSide, Side
+from autohete.early import EarlyUpdates
 from autohete.guard import UnitGuard
 from autohete.hooks import RootForward, UnitCall, UnitForward, in_backward
 from autohete.layout import (
@@ -100,6 +101,7 @@ class Run:
         self._open_calls: list[UnitCall] = []
         self._backward_open = False
         self._last_commit: float | None = None
+        self.early = EarlyUpdates(weakref.proxy(self), config.early_updates)
         self._attach(masters_kept)
         _LIVE.add(self)
 
@@ -211,11 +213,15 @@ class Run:
 
             return settle
 
-        return UnitGuard(through(Run.settle), through(Run.settle_gradients))
+        def answer(func: Any, args: tuple[Any, ...]) -> Any:
+            alive = run()
+            return NotImplemented if alive is None else alive.early.answer(index, func, args)
+
+        return UnitGuard(through(Run.settle), through(Run.settle_gradients), answer)
 
     def _guard(self, index: int) -> None:
         if self.plans.is_managed(index) and self._users[index] == 0:
-            self._guards[index].wear(self.units[index].parameters, [])
+            self._guards[index].wear(self.units[index].parameters, self._moments[index])
 
     def _guard_all(self) -> None:
         for index in range(len(self.units)):
@@ -265,6 +271,8 @@ class Run:
         if tracked and self.plans.is_measured() and self.num_steps:
             self._replan()
         self._guard_all()
+        if tracked:
+            self.early.forward_begins()
         self.side.charge_activations(True)
         if tracked and (meter := self.plans.measuring()):
             meter.begin()
@@ -274,6 +282,7 @@ class Run:
         self.synchronize()
         self.plans.decide()
         self.bridge.publish_states()
+        self.early.plan_changed()
         self.step_seconds.clear()
         self._last_commit = None
 
@@ -316,6 +325,7 @@ class Run:
         if self._backward_open:
             return
         self._backward_open = True
+        self.early.backward_begins()
         self.side.charge_activations(True)
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
@@ -364,6 +374,7 @@ class Run:
             call.is_open = False
         self._open_calls.clear()
         if self.engine.num_units():
+            self.engine.withdraw_ahead()
             self.engine.finish_backward()
             self.engine.abandon()
         self._users = [0] * len(self.units)

@@ -43,6 +43,7 @@ class OptimizerBridge:
         self._installed: Any = None
         self._loading: dict[str, Any] | None = None
         self._load_hooks: list[Any] = []
+        self._withdrawn_before = 0
 
     def _check_not_half_attached(self) -> None:
         step = vars(self.optimizer).get("step")
@@ -163,8 +164,16 @@ class OptimizerBridge:
         for u, i in engine.missing_state():
             engine.make_state(u, i)
             self._publish(u, i)
-        hypers = [self._hyper(group) for group in self.optimizer.param_groups]
+        hypers = self.hypers()
+        before = engine.counters()
         engine.commit(hypers)
+        after = engine.counters()
+        self._run.early.step_taken(
+            hypers[0].grad_scale if hypers else 1.0,
+            ahead=after["updates_ahead"] - before["updates_ahead"],
+            withdrawn=after["withdrawn"] - self._withdrawn_before,
+        )
+        self._withdrawn_before = after["withdrawn"]
         if self._run.side.torch_device.type != "cpu":
             managed = self._run.plans.is_managed
             update_on_cuda(self._run.units, managed, self._seen, hypers, self._group_of)
@@ -173,7 +182,15 @@ class OptimizerBridge:
             moments[u] += [t for key, t in state.items() if key != "step"]
         return moments
 
-    def _hyper(self, group: dict[str, Any]) -> _C.AdamHyper:
+    def hypers(self, grad_scale: float = 1.0) -> list[_C.AdamHyper]:
+        """Return the param groups' numbers as they stand.
+
+        Args:
+            grad_scale: what gradients are multiplied by where no scaler says it (yet).
+        """
+        return [self._hyper(group, grad_scale) for group in self.optimizer.param_groups]
+
+    def _hyper(self, group: dict[str, Any], grad_scale: float) -> _C.AdamHyper:
         if group.get("amsgrad") and not self.amsgrad:
             raise ValueError(
                 "optimizer: amsgrad is True in a param group, expected False as when it was "
@@ -181,7 +198,7 @@ class OptimizerBridge:
             )
         adamw = type(self.optimizer) is not Adam
         decoupled = bool(group.get("decoupled_weight_decay", adamw))
-        return hyper_of(group, self.optimizer, decoupled=decoupled)
+        return hyper_of(group, self.optimizer, decoupled=decoupled, grad_scale=grad_scale)
 
     def _regroup(self) -> None:
         """Param groups changed (add_param_group): tell the engine who is where."""

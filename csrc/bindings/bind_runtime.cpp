@@ -107,6 +107,8 @@ py::dict counters(TorchEngine& self) {
   out["h2d_bytes"] = c.h2d_bytes;
   out["d2h_bytes"] = c.d2h_bytes;
   out["updates"] = c.updates;
+  out["updates_ahead"] = c.updates_ahead;
+  out["withdrawn"] = c.withdrawn;
   out["slot_misses"] = c.slot_misses;
   out["wait_update_seconds"] = c.wait_update_seconds;
   out["wait_upload_seconds"] = c.wait_upload_seconds;
@@ -185,7 +187,11 @@ void bind_engine(py::module_& module) {
       .def("synchronize", &TorchEngine::synchronize)
       .def("missing_state", &TorchEngine::missing_state)
       .def("make_state", &TorchEngine::make_state)
-      .def("forget_state", [](TorchEngine& s, int unit, int i) { s.unit(unit).forget_state(i); })
+      .def("forget_state",
+           [](TorchEngine& self, int unit, int index) {
+             self.settle(unit);
+             self.unit(unit).forget_state(index);
+           })
       .def("state", &state)
       .def("adopt_state",
            [](TorchEngine& self, int unit, int index, at::Tensor step, at::Tensor exp_avg,
@@ -196,6 +202,17 @@ void bind_engine(py::module_& module) {
            })
       .def("set_group", &TorchEngine::set_group)
       .def("commit", &TorchEngine::commit)
+      .def("reserve_ahead", &TorchEngine::reserve_ahead)
+      .def("bytes_reserved_ahead", &TorchEngine::bytes_reserved_ahead)
+      .def(
+          "expect_step",
+          [](TorchEngine& self, std::vector<AdamHyper> hypers, bool update, bool measure) {
+            self.expect_step({std::move(hypers), update, measure});
+          },
+          py::arg("hypers"), py::arg("update"), py::arg("measure"))
+      .def("withdraw_ahead", &TorchEngine::withdraw_ahead)
+      .def("gradient_norm", &TorchEngine::gradient_norm)
+      .def("scale_gradient", &TorchEngine::scale_gradient)
       .def("num_units", &TorchEngine::num_units)
       .def("num_workers", [](TorchEngine& self) { return self.workers().num_workers(); })
       .def("param_bytes", [](TorchEngine& s, int unit) { return s.unit(unit).param_bytes(); })

@@ -1,5 +1,6 @@
 #include "csrc/bindings/torch_engine.h"
 
+#include <ATen/ops/linalg_vector_norm.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <pybind11/pybind11.h>
 
@@ -42,6 +43,7 @@ int TorchEngine::add_unit(const std::string& name, const std::vector<at::Tensor>
   users_.push_back(0);
   touched_.push_back(false);
   gradients_touched_.push_back(false);
+  offers_.emplace_back();
   return num_units() - 1;
 }
 
@@ -66,6 +68,7 @@ void TorchEngine::configure(const std::vector<UnitPlan>& plans, int window,
   use_current_stream();
   synchronize();
   for (int i = 0; i < num_units(); ++i) settle(i);
+  expectation_ = {};
   {
     NoGil no_gil;
     engine_.configure({}, EngineOptions{window, chunk_bytes});  // gives the slots back
@@ -112,6 +115,117 @@ std::size_t TorchEngine::bytes_to_leave() const {
       bytes += unit->state_bytes() + unit->gradient_bytes();
   }
   return bytes;
+}
+
+int TorchEngine::reserve_ahead() {
+  int ready = 0;
+  for (int i = num_units() - 1; i >= 0 && units_[i]->reserve_spare(*handle_.store); --i) ++ready;
+  return ready;
+}
+
+std::size_t TorchEngine::bytes_reserved_ahead() const {
+  std::size_t bytes = 0;
+  for (const auto& unit : units_) bytes += unit->spare_bytes();
+  return bytes;
+}
+
+void TorchEngine::expect_step(Expectation expectation) { expectation_ = std::move(expectation); }
+
+// What may be done with the unit's gradients before step(), which are final now. Edits the user
+// made to the parameters until now are part of what the update reads.
+AheadWork TorchEngine::offer(int index) {
+  AheadWork work;
+  TorchUnit& unit = *units_[index];
+  Offer& offer = offers_[index];
+  if ((!expectation_.update && !expectation_.measure) || unit.has_replaced()) return work;
+  if (unit.plan().optimizer_state != Tier::kHost) return work;
+  if (expectation_.update) offer.spans = unit.spans_ahead(expectation_.hypers);
+  if (!offer.spans.empty()) {
+    if (touched_[index]) unit.take_edits(copier());
+    touched_[index] = false;
+    work.update = [this, spans = offer.spans] { adamw(spans.data(), spans.size(), workers_); };
+  }
+  if (expectation_.measure && unit.has_gradients()) {
+    offer.norms = std::make_shared<std::vector<at::Tensor>>();
+    work.measure = [gradients = unit.host_gradients(), norms = offer.norms] {
+      for (const at::Tensor& gradient : gradients)
+        norms->push_back(gradient.defined() ? at::linalg_vector_norm(gradient, 2) : at::Tensor());
+    };
+  }
+  offer.open = work.update || work.measure;
+  if (!offer.open) return work;
+  gradients_touched_[index] = false;
+  unit.note_offered();
+  return work;
+}
+
+void TorchEngine::withdraw(int index) {
+  if (!std::exchange(offers_.at(index).open, false)) return;
+  offers_[index] = {};
+  NoGil no_gil;
+  engine_.withdraw(index);
+}
+
+void TorchEngine::withdraw_ahead() {
+  expectation_ = {};
+  for (int i = 0; i < num_units(); ++i) {
+    withdraw(i);
+    if (units_[i]->has_gradient_factors()) settle(i);  // the last update may still be reading
+  }
+}
+
+std::optional<at::Tensor> TorchEngine::gradient_norm(int index, int i) {
+  TorchUnit& unit = *units_.at(index);
+  const Offer& offer = offers_[index];
+  if (!offer.open || !offer.norms || unit.parameters().at(i).gradient_factor != 1.0F)
+    return std::nullopt;
+  bool measured;
+  {
+    NoGil no_gil;
+    measured = engine_.wait_measured(index);
+  }
+  land(/*all=*/false);
+  if (!measured || !unit.offered_unchanged() || !offer.norms->at(i).defined()) return std::nullopt;
+  return offer.norms->at(i);
+}
+
+bool TorchEngine::scale_gradient(int index, int i, float factor) {
+  TorchUnit& unit = *units_.at(index);
+  TorchParameter& parameter = unit.parameters().at(i);
+  if (!offers_[index].open || unit.gradients_leaving() || !unit.offered_unchanged() ||
+      parameter.gradient_factor != 1.0F ||
+      parameter.value.tensor().grad().scalar_type() != at::kFloat)
+    return false;
+  parameter.gradient_factor = factor;
+  return true;
+}
+
+// At step(): what ran ahead holds when it did this very work on what is there now.
+bool TorchEngine::commit_ahead(int index, const std::vector<AdamSpan>& spans) {
+  Offer offer = std::exchange(offers_[index], {});
+  TorchUnit& unit = *units_[index];
+  if (!offer.open) return false;
+  const bool same = unit.offered_unchanged() &&
+                    std::equal(spans.begin(), spans.end(), offer.spans.begin(), offer.spans.end(),
+                               [](const AdamSpan& a, const AdamSpan& b) {
+                                 return a.numel == b.numel && a.grad == b.grad &&
+                                        a.param_in == b.param_in && a.half_in == b.half_in &&
+                                        a.exp_avg_in == b.exp_avg_in && a.step == b.step &&
+                                        a.hyper == b.hyper;
+                               });
+  bool kept = false;
+  {
+    NoGil no_gil;
+    if (same && !spans.empty()) kept = engine_.keep_ahead(index);
+    if (!kept) engine_.withdraw(index);
+  }
+  if (!kept) return false;
+  unit.swap_spare();
+  NoGil no_gil;
+  engine_.commit_ahead(index, unit.blocks().params_host, [this, spans = std::move(offer.spans)] {
+    adamw(spans.data(), spans.size(), workers_);
+  });
+  return true;
 }
 
 void TorchEngine::abandon() {
@@ -166,15 +280,30 @@ void TorchEngine::send(int index) {
   TorchUnit& unit = *units_[index];
   if (unit.plan().gradients != Tier::kHost || !unit.has_unsent_gradients()) return;
   if (unit.gradients_leaving()) settle_leaving(index);
+  withdraw(index);
   std::vector<CopySegment> segments = unit.collect_gradients();
   if (!unit.gradients_leaving()) return;
+  AheadWork ahead = offer(index);
   NoGil no_gil;
-  engine_.send_gradients(index, std::move(segments));
+  engine_.send_gradients(index, std::move(segments), std::move(ahead));
+}
+
+// Gradients that were added to on the host need no copy; what may run ahead still waits for the
+// kernels that added.
+void TorchEngine::offer_landed(int index) {
+  TorchUnit& unit = *units_[index];
+  if (offers_[index].open || unit.gradients_leaving() || unit.plan().gradients != Tier::kHost)
+    return;
+  AheadWork ahead = offer(index);
+  if (!offers_[index].open) return;
+  NoGil no_gil;
+  engine_.send_gradients(index, {}, std::move(ahead));
 }
 
 void TorchEngine::send_gradients(int index) {
   use_current_stream();
   send(index);
+  offer_landed(index);
   {
     NoGil no_gil;
     engine_.wait_gradients_below(kMaxUnitsLeaving + 1);
@@ -187,6 +316,7 @@ void TorchEngine::finish_backward() {
   for (int i = num_units() - 1; i >= 0; --i) {
     while (users_[i] > 0) release(i);
     send(i);
+    offer_landed(i);
     land(/*all=*/false);
   }
 }
@@ -205,6 +335,8 @@ void TorchEngine::land(bool all) {
 
 void TorchEngine::settle_gradients(int index) {
   settle_leaving(index);
+  withdraw(index);
+  units_.at(index)->apply_gradient_factors();  // no update reads them: step() was not called yet
   gradients_touched_.at(index) = true;
 }
 
@@ -216,6 +348,7 @@ void TorchEngine::settle_leaving(int index) {
       engine_.wait_gradients(index);
     }
     if (!unit.land_gradients()) return;
+    withdraw(index);
     std::vector<CopySegment> segments = unit.collect_gradients();
     if (!unit.gradients_leaving()) return;
     NoGil no_gil;
@@ -226,12 +359,15 @@ void TorchEngine::settle_leaving(int index) {
 void TorchEngine::settle(int index, bool adopt) {
   if (engine_.num_units() == 0) return;  // between add_unit() and configure(): all is at home
   use_current_stream();
-  settle_gradients(index);
+  settle_leaving(index);
+  withdraw(index);
   BlockPtr block;
   {
     NoGil no_gil;
     block = engine_.settle(index);
   }
+  units_[index]->apply_gradient_factors();
+  gradients_touched_[index] = true;
   touched_[index] = true;
   if (users_[index] > 0) return;
   if (adopt) units_[index]->adopt_replaced();
@@ -269,6 +405,7 @@ void TorchEngine::set_group(int unit, int index, int group) {
 // its update starts after them: they are in front of this event.
 void TorchEngine::commit(const std::vector<AdamHyper>& hypers) {
   use_current_stream();
+  land(/*all=*/false);
   const bool cuda = !handle_.torch_device.is_cpu();
   for (int i = 0; i < num_units(); ++i) {
     TorchUnit& unit = *units_[i];
@@ -289,12 +426,14 @@ void TorchEngine::commit(const std::vector<AdamHyper>& hypers) {
     }
     send(i);
     std::vector<AdamSpan> spans = unit.make_spans(hypers);
+    if (commit_ahead(i, spans)) continue;
     if (spans.empty()) continue;
     NoGil no_gil;
     if (kernels_pending && !unit.gradients_leaving()) engine_.send_gradients(i, {});
     engine_.commit(
         i, [this, spans = std::move(spans)] { adamw(spans.data(), spans.size(), workers_); });
   }
+  expectation_ = {};
   if (!cuda) update_on_device(hypers);  // on CUDA torch's own rule does it, after this
   NoGil no_gil;
   engine_.begin_iteration();

@@ -55,6 +55,27 @@ class TorchEngine {
   void finish_backward();
   void abandon();
 
+  // --- ahead of step()
+  // What comes now is expected to be the last backward before step(hypers): as gradients land,
+  // updates start beside the present state (`update`), and norms are taken (`measure`).
+  struct Expectation {
+    std::vector<AdamHyper> hypers;
+    bool update = false;
+    bool measure = false;
+  };
+  // Makes room for it where the host's memory allows, the units of the end first: their gradients
+  // land first. Returns how many units can be updated ahead.
+  int reserve_ahead();
+  std::size_t bytes_reserved_ahead() const;
+  void expect_step(Expectation expectation);
+  // Gradients are about to change (another backward): what ran ahead is void, factors are applied.
+  void withdraw_ahead();
+  // torch's 2-norm of one gradient, where `measure` took it and nothing has changed it since.
+  std::optional<at::Tensor> gradient_norm(int unit, int index);
+  // Multiplies a float32 gradient by `factor` as torch's mul_ would: the update does it, or whoever
+  // looks first. False where the caller has to do it itself.
+  bool scale_gradient(int unit, int index, float factor);
+
   // --- what the user touches
   // The unit's parameters, moments and gradients hold their newest values and nothing writes them.
   // Storages the user put in become ours, unless `adopt` is off: then they stay the user's.
@@ -84,7 +105,16 @@ class TorchEngine {
   void point(int unit, const BlockPtr& block);
   void land(bool all);
   void send(int unit);
+  void offer_landed(int unit);
   void settle_leaving(int unit);
+  struct Offer {
+    bool open = false;  // made since the last step(), not withdrawn
+    std::vector<AdamSpan> spans;
+    std::shared_ptr<std::vector<at::Tensor>> norms;
+  };
+  AheadWork offer(int unit);
+  void withdraw(int unit);
+  bool commit_ahead(int unit, const std::vector<AdamSpan>& spans);
   void update_on_device(const std::vector<AdamHyper>& hypers);
   CopyAndWait copier();
 
@@ -96,7 +126,9 @@ class TorchEngine {
   std::vector<int> users_;               // acquires without release, as seen by Python
   std::vector<bool> touched_;            // the user may have edited the parameters
   std::vector<bool> gradients_touched_;  // the user may have edited the gradients
-  Engine engine_;                        // last: its lanes stop first
+  std::vector<Offer> offers_;
+  Expectation expectation_;
+  Engine engine_;  // last: its lanes stop first
 };
 
 }  // namespace autohete

@@ -142,6 +142,7 @@ void TorchUnit::rehome(const UnitPlan& plan, Store& store, const CopyAndWait& co
   const BlockPtr old_params = newest_block();
   const BlockPtr old_state = state_;
   const UnitPlan old_plan = plan_;
+  drop_spare();
   try {
     allocate(plan, store);
   } catch (...) {
@@ -178,6 +179,8 @@ void TorchUnit::rehome(const UnitPlan& plan, Store& store, const CopyAndWait& co
 }
 
 void TorchUnit::leave(c10::Device device) {
+  apply_gradient_factors();
+  drop_spare();
   const auto move = [&](HomedTensor& home, const BlockPtr& block) {
     if (home.defined() && !home.replaced()) home.leave(block, device);
     home = HomedTensor();
@@ -243,6 +246,7 @@ std::vector<CopySegment> TorchUnit::collect_gradients() {
       leaving_ = true;
       continue;
     }
+    parameter.gradient_factor = 1.0F;
     // The user kept last step's gradient: it gets memory of its own.
     if (auto landed = parameter.landed.lock()) copy_out(*landed, Tier::kHost);
     require(gradient.scalar_type() == parameter.value.tensor().scalar_type() &&
@@ -338,40 +342,157 @@ void TorchUnit::adopt_state(std::size_t i, at::Tensor step, at::Tensor exp_avg,
 
 std::vector<AdamSpan> TorchUnit::make_spans(const std::vector<AdamHyper>& hypers) {
   std::vector<AdamSpan> spans;
-  const bool host = plan_.optimizer_state == Tier::kHost;
   for (TorchParameter& parameter : parameters_) {
     const at::Tensor& value = parameter.value.tensor();
     if (parameter.group < 0 || !value.grad().defined()) continue;
     AH_ASSERT(parameter.step.defined());
-    AdamSpan span;
-    span.step = *parameter.step.data_ptr<float>() += 1.0F;
+    *parameter.step.data_ptr<float>() += 1.0F;
     value.unsafeGetTensorImpl()->bump_version();
+    if (value.numel() > 0) spans.push_back(span_at_home(parameter, hypers));
+  }
+  return spans;
+}
+
+// The step that the parameter's counter stands at, in place.
+AdamSpan TorchUnit::span_at_home(TorchParameter& parameter, const std::vector<AdamHyper>& hypers) {
+  const at::Tensor& value = parameter.value.tensor();
+  const bool host = plan_.optimizer_state == Tier::kHost;
+  AdamSpan span;
+  span.step = *parameter.step.data_ptr<float>();
+  span.numel = static_cast<std::size_t>(value.numel());
+  span.hyper = hypers.at(static_cast<std::size_t>(parameter.group));
+  span.hyper.grad_scale *= parameter.gradient_factor;
+  span.grad_dtype = to_dtype(value.grad().scalar_type());
+  if (host) {
+    span.grad = gradients_host_->data() + parameter.gradient_offset;
+  } else {
+    span.grad = exclusive_gradient(value, value.grad()).data_ptr();
+  }
+  std::byte* home = (host ? params_host_ : params_device_)->data() + parameter.value.offset();
+  float* master = parameter.is_half() ? parameter.master.tensor().data_ptr<float>()
+                                      : reinterpret_cast<float*>(home);
+  span.param_in = span.param_out = master;
+  if (parameter.is_half()) {
+    span.half_in = span.half_out = home;
+    span.half_dtype = to_dtype(value.scalar_type());
+  }
+  span.exp_avg_in = span.exp_avg_out = parameter.exp_avg.tensor().data_ptr<float>();
+  span.exp_avg_sq_in = span.exp_avg_sq_out = parameter.exp_avg_sq.tensor().data_ptr<float>();
+  if (amsgrad_) {
+    span.max_exp_avg_sq_in = span.max_exp_avg_sq_out =
+        parameter.max_exp_avg_sq.tensor().data_ptr<float>();
+  }
+  return span;
+}
+
+bool TorchUnit::reserve_spare(Store& store) {
+  if (spare_state_ || plan_.optimizer_state != Tier::kHost || state_bytes_ == 0) return true;
+  try {
+    BlockPtr params =
+        store.allocate_host(params_host_->bytes(), concat("second parameters of unit ", name_));
+    spare_state_ = store.allocate_host(state_bytes_, concat("second state of unit ", name_));
+    spare_params_ = std::move(params);
+    return true;
+  } catch (const std::exception&) {  // OutOfMemory, or pinning refused: go without
+    return false;
+  }
+}
+
+void TorchUnit::drop_spare() {
+  spare_params_.reset();
+  spare_state_.reset();
+}
+
+std::size_t TorchUnit::spare_bytes() const {
+  return spare_state_ ? spare_params_->bytes() + spare_state_->bytes() : 0;
+}
+
+std::vector<AdamSpan> TorchUnit::spans_ahead(const std::vector<AdamHyper>& hypers) {
+  if (!spare_state_ || plan_.optimizer_state != Tier::kHost) return {};
+  std::vector<AdamSpan> spans;
+  for (TorchParameter& parameter : parameters_) {
+    const at::Tensor& value = parameter.value.tensor();
+    if (parameter.group < 0 || !value.grad().defined() || !parameter.step.defined()) return {};
     if (value.numel() == 0) continue;
-    span.numel = static_cast<std::size_t>(value.numel());
-    span.hyper = hypers.at(static_cast<std::size_t>(parameter.group));
-    span.grad_dtype = to_dtype(value.grad().scalar_type());
-    if (host) {
-      span.grad = gradients_host_->data() + parameter.gradient_offset;
-    } else {
-      span.grad = exclusive_gradient(value, value.grad()).data_ptr();
-    }
-    std::byte* home = (host ? params_host_ : params_device_)->data() + parameter.value.offset();
-    float* master = parameter.is_half() ? parameter.master.tensor().data_ptr<float>()
-                                        : reinterpret_cast<float*>(home);
-    span.param_in = span.param_out = master;
-    if (parameter.is_half()) {
-      span.half_in = span.half_out = home;
-      span.half_dtype = to_dtype(value.scalar_type());
-    }
-    span.exp_avg_in = span.exp_avg_out = parameter.exp_avg.tensor().data_ptr<float>();
-    span.exp_avg_sq_in = span.exp_avg_sq_out = parameter.exp_avg_sq.tensor().data_ptr<float>();
-    if (amsgrad_) {
-      span.max_exp_avg_sq_in = span.max_exp_avg_sq_out =
-          parameter.max_exp_avg_sq.tensor().data_ptr<float>();
-    }
+    AdamSpan span = span_at_home(parameter, hypers);
+    span.step += 1;
+    const auto in_spare = [&](float* at_home) {
+      const auto* byte = reinterpret_cast<const std::byte*>(at_home);
+      const bool state = byte >= state_->data() && byte < state_->data() + state_->bytes();
+      const BlockPtr& home = state ? state_ : params_host_;
+      const BlockPtr& spare = state ? spare_state_ : spare_params_;
+      return reinterpret_cast<float*>(spare->data() + (byte - home->data()));
+    };
+    span.param_out = in_spare(span.param_out);
+    span.exp_avg_out = in_spare(span.exp_avg_out);
+    span.exp_avg_sq_out = in_spare(span.exp_avg_sq_out);
+    if (amsgrad_) span.max_exp_avg_sq_out = in_spare(span.max_exp_avg_sq_out);
+    if (span.half_out) span.half_out = spare_params_->data() + parameter.value.offset();
     spans.push_back(span);
   }
   return spans;
+}
+
+void TorchUnit::note_offered() {
+  for (TorchParameter& parameter : parameters_) {
+    const at::Tensor& gradient = parameter.value.tensor().grad();
+    if (gradient.defined()) parameter.offered_version = gradient._version();
+  }
+}
+
+bool TorchUnit::offered_unchanged() const {
+  return std::all_of(parameters_.begin(), parameters_.end(), [&](const TorchParameter& parameter) {
+    const at::Tensor& gradient = parameter.value.tensor().grad();
+    return gradient.defined() && on_host(parameter, gradient) &&
+           gradient._version() == parameter.offered_version && gradient.storage().use_count() == 1;
+  });
+}
+
+void TorchUnit::swap_spare() {
+  AH_ASSERT(spare_state_ && spare_params_);
+  std::swap(params_host_, spare_params_);
+  std::swap(state_, spare_state_);
+  if (plan_.parameters == Tier::kHost) point_parameters(params_host_);
+  for (TorchParameter& parameter : parameters_) {
+    for (HomedTensor* array : {&parameter.exp_avg, &parameter.exp_avg_sq, &parameter.max_exp_avg_sq,
+                               &parameter.master}) {
+      if (array->defined() && !array->replaced()) array->point_at(state_);
+    }
+  }
+}
+
+std::vector<at::Tensor> TorchUnit::host_gradients() const {
+  std::vector<at::Tensor> gradients;
+  for (const TorchParameter& parameter : parameters_) {
+    const at::Tensor& gradient = parameter.value.tensor().grad();
+    const bool here = parameter.group >= 0 && gradient.defined() && gradient.numel() > 0;
+    gradients.push_back(here ? tensor_over(gradients_host_, parameter.gradient_offset, gradient)
+                             : at::Tensor());
+  }
+  return gradients;
+}
+
+bool TorchUnit::has_gradients() const {
+  return std::any_of(parameters_.begin(), parameters_.end(), [](const TorchParameter& parameter) {
+    return parameter.group >= 0 && parameter.value.tensor().grad().defined();
+  });
+}
+
+bool TorchUnit::has_gradient_factors() const {
+  return std::any_of(parameters_.begin(), parameters_.end(), [](const TorchParameter& parameter) {
+    return parameter.gradient_factor != 1.0F && parameter.value.tensor().grad().defined();
+  });
+}
+
+void TorchUnit::apply_gradient_factors() {
+  for (TorchParameter& parameter : parameters_) {
+    const float factor = std::exchange(parameter.gradient_factor, 1.0F);
+    if (factor == 1.0F) continue;
+    const at::Tensor& gradient = parameter.value.tensor().grad();
+    if (!gradient.defined() || !on_host(parameter, gradient)) continue;
+    tensor_over(gradients_host_, parameter.gradient_offset, gradient).mul_(factor);
+    gradient.unsafeGetTensorImpl()->bump_version();
+  }
 }
 
 std::uint64_t TorchUnit::versions() const {

@@ -34,6 +34,11 @@ struct TorchParameter {
   // it came to point there.
   c10::weak_intrusive_ptr<c10::StorageImpl> landed{c10::intrusive_ptr<c10::StorageImpl>()};
   std::uint32_t landed_version = 0;
+  // The gradient's version when work ahead of step() was offered on it.
+  std::uint32_t offered_version = 0;
+  // The gradient is to be multiplied by this before use (clipping): applied by the update, or by
+  // apply_gradient_factors() when somebody looks.
+  float gradient_factor = 1.0F;
 
   // Optimizer state, all fp32 and shaped like the parameter; undefined until made.
   std::size_t state_offset = 0;
@@ -110,6 +115,29 @@ class TorchUnit {
 
   // Counts the step and returns one span per parameter that has a gradient. `hypers` by group.
   std::vector<AdamSpan> make_spans(const std::vector<AdamHyper>& hypers);
+
+  // --- ahead of step(): the update writes new parameters and state to spare blocks
+  // Makes the spare blocks. False where the host's memory has no room for them.
+  bool reserve_spare(Store& store);
+  void drop_spare();
+  std::size_t spare_bytes() const;
+  // The spans of the step to come, into the spare blocks; nothing is counted. Empty where there is
+  // no spare, or some parameter of the unit is not updated: its bytes would have to be copied.
+  std::vector<AdamSpan> spans_ahead(const std::vector<AdamHyper>& hypers);
+  // Notes the present gradients as those that work ahead of step() reads.
+  void note_offered();
+  // They are still there, on the host, unchanged as far as torch knows, and nobody else has a view
+  // of them.
+  bool offered_unchanged() const;
+  // The spare blocks become the unit's, and the other way round.
+  void swap_spare();
+  // Gradients as tensors over the host block, for reading on any thread (undefined where missing).
+  std::vector<at::Tensor> host_gradients() const;
+  bool has_gradients() const;
+  // Some gradient that is still there waits to be multiplied.
+  bool has_gradient_factors() const;
+  // Multiplies the gradients by their factors, in place.
+  void apply_gradient_factors();
   // Sum of the parameters' version counters: changes with every in-place write torch can see.
   std::uint64_t versions() const;
 
@@ -118,6 +146,7 @@ class TorchUnit {
   bool on_host(const TorchParameter& parameter, const at::Tensor& gradient) const;
   bool changed_on_host(const TorchParameter& parameter, const at::Tensor& gradient) const;
   HomedTensor state_array(std::size_t i, int index) const;
+  AdamSpan span_at_home(TorchParameter& parameter, const std::vector<AdamHyper>& hypers);
 
   std::string name_;
   c10::Device device_;
@@ -126,6 +155,7 @@ class TorchUnit {
   std::vector<TorchParameter> parameters_;
   std::size_t param_bytes_ = 0, gradient_bytes_ = 0, state_bytes_ = 0;
   BlockPtr params_host_, params_device_, gradients_host_, state_;
+  BlockPtr spare_params_, spare_state_;
   bool leaving_ = false;
 };
 

@@ -20,6 +20,7 @@ struct AdamHyper {
   bool amsgrad = false;
   // Gradient is multiplied by this before use: 1 / loss scale x clip factor.
   double grad_scale = 1.0;
+  bool operator==(const AdamHyper&) const = default;
 };
 
 // One tensor (or a piece of one). Pointers need no alignment beyond their item's. Ranges of one

@@ -54,6 +54,12 @@ void copy_out(c10::StorageImpl& storage, Tier tier) {
   storage.set_data_ptr_noswap(memory.storage().set_data_ptr(c10::DataPtr(nullptr, device)));
 }
 
+at::Tensor tensor_over(const BlockPtr& block, std::size_t offset, const at::Tensor& model) {
+  auto reference = std::make_unique<BlockPtr>(block);
+  return header_over(
+      c10::DataPtr(block->data() + offset, reference.release(), &drop_reference, c10::kCPU), model);
+}
+
 bool owns_its_storage(const at::Tensor& tensor) {
   return tensor.has_storage() && tensor.storage_offset() == 0 &&
          tensor.storage().nbytes() == tensor.nbytes() && tensor.is_non_overlapping_and_dense();

@@ -22,6 +22,9 @@ void point_storage(c10::StorageImpl& storage, const BlockPtr& block, std::size_t
 // left it throws and the storage is as it was.
 void copy_out(c10::StorageImpl& storage, Tier tier);
 
+// A CPU tensor of `model`'s dtype, sizes and strides over the block's bytes, which it keeps alive.
+at::Tensor tensor_over(const BlockPtr& block, std::size_t offset, const at::Tensor& model);
+
 // True when the storage holds exactly this tensor: no view of something larger, no gaps.
 bool owns_its_storage(const at::Tensor& tensor);
 

@@ -288,7 +288,7 @@ void Engine::prefetch() {
   }
 }
 
-void Engine::send_gradients(int index, std::vector<CopySegment> segments) {
+void Engine::send_gradients(int index, std::vector<CopySegment> segments, AheadWork ahead) {
   refuse_training_in_child();
   Lock lock(mutex_);
   Unit& unit = units_.at(index);
@@ -296,6 +296,9 @@ void Engine::send_gradients(int index, std::vector<CopySegment> segments) {
   wait(lock, &EngineCounters::wait_update_seconds, index,
        [&] { return unit.state.parameters_final(); });
   rethrow(lock);
+  withdraw(lock, unit);
+  unit.measure.offer(std::move(ahead.measure));
+  unit.ahead.offer(std::move(ahead.update));
   advance(unit.state, UnitEvent::kGradientsReady);
   std::size_t bytes = 0;
   for (const CopySegment& segment : segments) bytes += segment.bytes;
@@ -309,6 +312,10 @@ void Engine::send_gradients(int index, std::vector<CopySegment> segments) {
     if (error) fail(error);
     counters_.d2h_bytes += bytes;
     advance(units_[index].state, UnitEvent::kGradientsLanded);
+    const auto num_units = static_cast<std::uint64_t>(units_.size());
+    const auto place = static_cast<std::uint64_t>(index);
+    queue_ahead(index, &Unit::measure, place);
+    queue_ahead(index, &Unit::ahead, 2 * num_units + place);
     if (units_[index].state.progress == Progress::kUpdating) start_update(index);
     changed_.notify_all();
   };
@@ -342,9 +349,76 @@ void Engine::wait_gradients_below(int count) {
   rethrow(lock);
 }
 
-void Engine::commit(int index, std::function<void()> update) {
-  refuse_training_in_child();
+// With mutex_ held. A task that was offered has its gradients: the CPU lane may have it.
+void Engine::queue_ahead(int index, AheadTask Unit::* task, std::uint64_t priority) {
+  AheadTask& offered = units_[index].*task;
+  if (stopping_ || offered.stage() != AheadTask::Stage::kOffered) return;
+  const std::uint64_t ticket = offered.queue();
+  update_lane_->push(priority, [this, index, task, ticket] { run_ahead(index, task, ticket); });
+}
+
+// On the CPU lane's thread.
+void Engine::run_ahead(int index, AheadTask Unit::* task, std::uint64_t ticket) {
+  std::function<void()> work;
+  {
+    Lock lock(mutex_);
+    if (index < static_cast<int>(units_.size())) work = (units_[index].*task).start(ticket);
+  }
+  if (!work) return;
+  const double start = Timeline::now();
+  bool succeeded = true;
+  try {
+    work();
+  } catch (...) {
+    succeeded = false;
+  }
+  work = nullptr;
+  const char* what = task == &Unit::ahead ? "update ahead" : "norm";
+  timeline_.add({Lane::kCpu, index, what, start, Timeline::now(), 0});
   Lock lock(mutex_);
+  (units_[index].*task).finish(succeeded);
+  changed_.notify_all();
+}
+
+bool Engine::wait_measured(int index) {
+  if (in_forked_child()) return false;
+  Lock lock(mutex_);
+  const AheadTask& task = units_.at(index).measure;
+  wait(lock, &EngineCounters::wait_gradients_seconds, index, [&] {
+    return task.stage() == AheadTask::Stage::kNone || task.stage() == AheadTask::Stage::kDone;
+  });
+  rethrow(lock);
+  return task.stage() == AheadTask::Stage::kDone;
+}
+
+void Engine::withdraw(int index) {
+  if (in_forked_child()) return;
+  Lock lock(mutex_);
+  withdraw(lock, units_.at(index));
+}
+
+// With mutex_ held; lets it go while it waits.
+void Engine::withdraw(Lock& lock, Unit& unit) {
+  changed_.wait(lock, [&] {
+    return unit.measure.stage() != AheadTask::Stage::kRunning &&
+           unit.ahead.stage() != AheadTask::Stage::kRunning;
+  });
+  if (unit.ahead.started()) ++counters_.withdrawn;
+  unit.measure.withdraw();
+  unit.ahead.withdraw();
+}
+
+bool Engine::keep_ahead(int index) {
+  if (in_forked_child()) return false;
+  Lock lock(mutex_);
+  Unit& unit = units_.at(index);
+  if (unit.ahead.started()) return true;
+  withdraw(lock, unit);
+  return false;
+}
+
+// With mutex_ held. What has to be true before a unit's state may say that it is being updated.
+void Engine::ready_to_commit(Lock& lock, int index) {
   rethrow(lock);
   Unit& unit = units_.at(index);
   require(unit.users == 0, "autohete: step() inside the forward of unit ", unit.blocks.name,
@@ -355,9 +429,35 @@ void Engine::commit(int index, std::function<void()> update) {
   rethrow(lock);
   if (unit.state.residency == Residency::kResident) drop(unit);
   unit.given_out = false;
+}
+
+void Engine::commit(int index, std::function<void()> update) {
+  refuse_training_in_child();
+  Lock lock(mutex_);
+  ready_to_commit(lock, index);
+  Unit& unit = units_[index];
+  withdraw(lock, unit);
   unit.update = std::move(update);
   advance(unit.state, UnitEvent::kCommit);
   if (unit.state.progress == Progress::kUpdating) start_update(index);
+}
+
+void Engine::commit_ahead(int index, BlockPtr params_host, std::function<void()> again) {
+  refuse_training_in_child();
+  Lock lock(mutex_);
+  ready_to_commit(lock, index);
+  Unit& unit = units_[index];
+  AH_ASSERT(unit.ahead.started() && unit.state.progress == Progress::kLanded);
+  const bool done = unit.ahead.stage() == AheadTask::Stage::kDone;
+  unit.blocks.params_host = std::move(params_host);
+  ++counters_.updates_ahead;
+  advance(unit.state, UnitEvent::kCommit);
+  if (!done) {  // the CPU lane finishes the one, then looks at the other
+    unit.update = std::move(again);
+    return start_update(index);
+  }
+  finish_update(index);
+  changed_.notify_all();
 }
 
 void Engine::begin_iteration() {
@@ -371,7 +471,8 @@ void Engine::begin_iteration() {
 // With mutex_ held.
 void Engine::start_update(int index) {
   if (stopping_) return;  // a copy that ended while the engine does: its lane is gone
-  update_lane_->push(static_cast<std::uint64_t>(index), [this, index] { run_update(index); });
+  const auto priority = static_cast<std::uint64_t>(units_.size()) + update_priority(index);
+  update_lane_->push(priority, [this, index] { run_update(index); });
 }
 
 // On the CPU lane's thread.
@@ -380,29 +481,38 @@ void Engine::run_update(int index) {
   {
     Lock lock(mutex_);
     update = std::move(units_[index].update);
+    if (units_[index].ahead.stage() == AheadTask::Stage::kDone) update = nullptr;
   }
-  const double start = Timeline::now();
   std::exception_ptr error;
-  try {
-    if (update) update();
-  } catch (...) {
-    error = std::current_exception();
+  if (update) {
+    const double start = Timeline::now();
+    try {
+      update();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    update = nullptr;
+    timeline_.add({Lane::kCpu, index, "update", start, Timeline::now(), 0});
   }
-  update = nullptr;
-  timeline_.add({Lane::kCpu, index, "update", start, Timeline::now(), 0});
   Lock lock(mutex_);
   if (error) fail(error);
+  finish_update(index);
+  changed_.notify_all();
+}
+
+// With mutex_ held. The host block holds the new parameters.
+void Engine::finish_update(int index) {
   Unit& unit = units_[index];
+  unit.measure.withdraw();
+  unit.ahead.withdraw();
   advance(unit.state, UnitEvent::kUpdateDone);
   ++counters_.updates;
-  if (!stopping_) {
-    if (offloaded(unit)) {
-      prefetch();
-    } else {
-      start_upload(index, static_cast<std::uint64_t>(index));
-    }
+  if (stopping_) return;
+  if (offloaded(unit)) {
+    prefetch();
+  } else {
+    start_upload(index, static_cast<std::uint64_t>(index));
   }
-  changed_.notify_all();
 }
 
 // With mutex_ held.
@@ -423,6 +533,9 @@ void Engine::check() {
 void Engine::synchronize() {
   if (in_forked_child()) return;
   Lock lock(mutex_);
+  for (Unit& unit : units_) {
+    if (unit.state.parameters_final()) withdraw(lock, unit);
+  }
   wait_ticking(lock, [&] {
     return std::all_of(units_.begin(), units_.end(), [](const Unit& unit) {
       return unit.state.parameters_final() && unit.state.progress != Progress::kLeaving &&

@@ -28,6 +28,7 @@
 #include "csrc/kernels/adamw.h"
 #include "csrc/plan/order.h"
 #include "csrc/plan/plan.h"
+#include "csrc/runtime/ahead_task.h"
 #include "csrc/runtime/timeline.h"
 #include "csrc/runtime/transfer.h"
 #include "csrc/runtime/unit_state.h"
@@ -54,10 +55,20 @@ struct EngineOptions {
   std::size_t chunk_bytes = std::size_t{4} << 20;
 };
 
+// Work on a unit's gradients that need not wait for step(). Both may be empty; both run on the CPU
+// lane's thread once the gradients have landed, unless withdrawn before. What they throw is dropped
+// with them: step() does the work again and reports it.
+struct AheadWork {
+  std::function<void()> measure;  // reads the gradients; before any update
+  std::function<void()> update;   // writes only where nobody looks before commit() says so
+};
+
 struct EngineCounters {
   std::uint64_t h2d_bytes = 0, d2h_bytes = 0;
   std::uint64_t updates = 0;
-  std::uint64_t slot_misses = 0;  // acquire found no free slot: the device read host memory
+  std::uint64_t updates_ahead = 0;  // of these: done before step()
+  std::uint64_t withdrawn = 0;      // updates ahead that had run, or were running, for nothing
+  std::uint64_t slot_misses = 0;    // acquire found no free slot: the device read host memory
   double wait_update_seconds = 0, wait_upload_seconds = 0, wait_gradients_seconds = 0;
 };
 
@@ -98,17 +109,29 @@ class Engine {
 
   // Starts copying gradients to the host; waits for an update of the unit that still reads the last
   // ones. Each dst must lie in the unit's gradients_host; sources
-  // stay valid until the copy is over.
-  void send_gradients(int unit, std::vector<CopySegment> segments);
+  // stay valid until the copy is over. `ahead` takes the place of earlier work ahead of the unit's.
+  void send_gradients(int unit, std::vector<CopySegment> segments, AheadWork ahead = {});
   bool gradients_landed(int unit);
   void wait_gradients(int unit);
   // Waits until fewer than `count` units' gradients are leaving.
   void wait_gradients_below(int count);
 
+  // --- ahead of step(); see docs/adr/0008-updates-ahead-of-step.md
+  // Waits for the last send's `measure`. False where there is none any more.
+  bool wait_measured(int unit);
+  // Forgets the unit's work ahead; waits for what is running.
+  void withdraw(int unit);
+  // For commit(): true when the unit's `ahead.update` has run or is running; otherwise withdraws.
+  bool keep_ahead(int unit);
+
   // Queues the update of one unit and returns. It starts when its gradients have landed; the
   // parameters are final again when it is done and, where they live on the device, uploaded.
   // `update` does the arithmetic (on the CPU lane's thread).
   void commit(int unit, std::function<void()> update);
+  // The same where keep_ahead() said true: what ran ahead holds from here on. `params_host` is the
+  // block it writes the parameters to, the unit's own from now on. `again` does the same work, for
+  // the case that it fails ahead.
+  void commit_ahead(int unit, BlockPtr params_host, std::function<void()> again);
   // step() is over: the next traversal is a forward from unit 0; starts its first uploads.
   void begin_iteration();
 
@@ -138,6 +161,7 @@ class Engine {
     bool touched = false;    // settled since the last upload: kernels may be reading or writing it
     Event last_use;          // of a device block that is not a slot
     std::function<void()> update;
+    AheadTask measure, ahead;
   };
   using Lock = std::unique_lock<std::mutex>;
 
@@ -157,6 +181,11 @@ class Engine {
   bool in_forked_child() const;
   void refuse_training_in_child() const;
   void run_update(int unit);
+  void finish_update(int unit);
+  void ready_to_commit(Lock& lock, int unit);
+  void queue_ahead(int unit, AheadTask Unit::* task, std::uint64_t priority);
+  void run_ahead(int unit, AheadTask Unit::* task, std::uint64_t ticket);
+  void withdraw(Lock& lock, Unit& unit);
   void fail(std::exception_ptr error);
   void rethrow(Lock& lock);
 

@@ -1,0 +1,142 @@
+"""Updates ahead of step(): what is expected of the loop, and what clipping is told meanwhile.
+
+The engine can update a unit while backward goes on, beside its present state, if it knows what
+step() will ask for. This learns it: how many backward passes come before a step, and whether the
+gradients are clipped. A wrong guess costs time, never a bit: step() takes over what ran ahead only
+where it would do the very same. See docs/adr/0008-updates-ahead-of-step.md.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autohete.planning import format_bytes
+
+if TYPE_CHECKING:
+    from autohete.run import Run
+
+_log = logging.getLogger("autohete")
+_MISSES_ALLOWED = 3  # in a row; then updates wait for step() for a while
+_STEPS_OFF = 50
+
+
+class EarlyUpdates:
+    """The habit of one loop, and the engine's permission to act on it."""
+
+    def __init__(self, run: Run, enabled: bool) -> None:
+        self._run = run
+        self._enabled = enabled and run.bridge.native
+        self._units_ready: int | None = None  # None: room was not asked for yet
+        self._backwards = 0  # since the last step
+        self._last_count = 0  # before the last step
+        self._habit = 0  # backward passes before a step; 0: not known
+        self._clips = False  # the last step's gradients were asked for their norms
+        self._asked = False  # this step's were
+        self._grad_scale = 1.0  # of the last step: what a scaler handed over
+        self._misses = 0
+        self._resume_at = 0
+        self._told = False
+
+    # ---------------------------------------------------------------- what the loop does
+
+    def forward_begins(self) -> None:
+        """A forward that backward will follow: gradients of before are going to change."""
+        self._run.engine.withdraw_ahead()
+
+    def backward_begins(self) -> None:
+        """The outermost backward has begun and no gradient has changed yet."""
+        run = self._run
+        run.engine.withdraw_ahead()
+        self._backwards += 1
+        if not self._enabled or self._backwards != self._habit:
+            return
+        update = run.num_steps >= self._resume_at and self._reserve()
+        if update or self._clips:
+            hypers = run.bridge.hypers(self._grad_scale)
+            run.engine.expect_step(hypers, update=update, measure=self._clips)
+
+    def step_taken(self, grad_scale: float, ahead: int, withdrawn: int) -> None:
+        """Learn from a step: `ahead` of its updates had been done, `withdrawn` for nothing."""
+        if self._backwards == self._last_count:
+            self._habit = self._backwards
+        elif self._backwards != self._habit:
+            self._habit = 0
+        self._last_count, self._backwards = self._backwards, 0
+        self._clips, self._asked = self._asked, False
+        self._grad_scale = grad_scale
+        if ahead >= withdrawn:
+            self._misses = 0
+            return
+        self._misses += 1
+        if self._misses < _MISSES_ALLOWED:
+            return
+        self._misses = 0
+        self._resume_at = self._run.num_steps + _STEPS_OFF
+        if not self._told:
+            self._told = True
+            _log.info(
+                "autohete: gradients, parameters or learning rates change between backward() and "
+                "step(), so updates wait for step() (looked at again every %d steps)",
+                _STEPS_OFF,
+            )
+
+    def plan_changed(self) -> None:
+        """The engine was configured anew; its second copies are gone."""
+        self._units_ready = None
+
+    def _reserve(self) -> bool:
+        if self._units_ready is None:
+            engine = self._run.engine
+            self._units_ready = engine.reserve_ahead()
+            _log.info(
+                "autohete: %d of %d units can be updated before step(), with %s more host memory",
+                self._units_ready,
+                len(self._run.units),
+                format_bytes(engine.bytes_reserved_ahead()),
+            )
+        return self._units_ready > 0
+
+    # ---------------------------------------------------------------- what clipping asks for
+
+    def answer(self, index: int, func: Any, args: tuple[Any, ...]) -> Any:
+        """Answer for a gradient that is not to be looked at: its norm, and a factor for it.
+
+        `torch.nn.utils.clip_grad_norm_` asks each gradient for its norm and multiplies each by a
+        factor. The norm was taken (by torch's own function) when the gradient landed; the factor is
+        applied by the update, in the same float32 multiplication. Returns NotImplemented where the
+        gradient has to be looked at after all.
+        """
+        gradient, *rest = args
+        if len(rest) != 1:
+            return NotImplemented
+        if func is torch.linalg.vector_norm:
+            return self._norm(index, gradient, rest[0])
+        return self._scaled(index, gradient, rest[0])
+
+    def _norm(self, index: int, gradient: torch.Tensor, order: Any) -> Any:
+        if order != 2:
+            return NotImplemented
+        self._asked = True
+        place = self._place(index, gradient)
+        norm = None if place is None else self._run.engine.gradient_norm(index, place)
+        return NotImplemented if norm is None else norm.to(self._run.side.torch_device)
+
+    def _scaled(self, index: int, gradient: torch.Tensor, factor: Any) -> Any:
+        if not isinstance(factor, (float, torch.Tensor)):
+            return NotImplemented
+        if isinstance(factor, torch.Tensor) and (factor.dim() or factor.dtype != torch.float32):
+            return NotImplemented
+        if float(factor) == 1.0:
+            return gradient  # to the bit what multiplying would give
+        place = self._place(index, gradient)
+        if place is None or not self._run.engine.scale_gradient(index, place, float(factor)):
+            return NotImplemented
+        return gradient
+
+    def _place(self, index: int, gradient: torch.Tensor) -> int | None:
+        parameters = self._run.units[index].parameters
+        with torch._C.DisableTorchFunctionSubclass():
+            return next((i for i, p in enumerate(parameters) if p.grad is gradient), None)

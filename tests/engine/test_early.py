@@ -1,0 +1,320 @@
+"""Updates ahead of step(): they happen, and nothing the loop does in between makes a difference."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from models import batch, make_gpt
+from oracle import adamw, assert_bit_equal, forced_plan, plain_loop, train
+
+from autohete import AutoHeteWrapper
+
+STEPS = 12
+KINDS = ("state", "all", "all+c")
+SMALL = partial(make_gpt, layers=3)
+
+
+def compare(loop, kind="all+c", steps=STEPS, optimizer=adamw, build=SMALL, prepare=None, **wrap):
+    """Train under a forced plan and plainly; returns what the engine counted."""
+    counted = {}
+
+    def watched(model, opt, step):
+        loss = loop(model, opt, step)
+        if isinstance(model, AutoHeteWrapper):
+            counted.update(model.run.engine.counters())
+        return loss
+
+    plan = partial(forced_plan, kinds=kind)
+    ours = train(
+        wrap={"plan": plan, **wrap}, steps=steps, loop=watched, optimizer=optimizer, build=build,
+        prepare=prepare,
+    )  # fmt: skip
+    reference = train(wrap=None, steps=steps, loop=loop, optimizer=optimizer, build=build)
+    assert_bit_equal(ours, reference)
+    return counted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_units_are_updated_ahead_of_step_with_the_bits_of_plain_training(kind):
+    counted = compare(plain_loop, kind)
+    assert counted["updates_ahead"] > 0
+    assert counted["withdrawn"] == 0
+
+
+def test_without_early_updates_every_update_waits_for_step():
+    assert compare(plain_loop, early_updates=False)["updates_ahead"] == 0
+
+
+def test_without_room_for_a_second_copy_updates_wait_for_step():
+    model = SMALL()
+    parameters = sum(p.nbytes for p in model.parameters())
+    tight = int(parameters * 4.5)  # parameters, gradients, two moments, and whole pages
+    in_room = compare(plain_loop)["updates_ahead"]
+    assert compare(plain_loop, cpu_mem=tight)["updates_ahead"] < in_room
+
+
+def test_half_parameters_with_masters_are_updated_ahead():
+    counted = compare(plain_loop, build=lambda: SMALL().bfloat16())
+    assert counted["updates_ahead"] > 0
+
+
+def test_amsgrad_is_updated_ahead():
+    assert compare(plain_loop, optimizer=partial(adamw, amsgrad=True))["updates_ahead"] > 0
+
+
+def test_accumulated_gradients_are_updated_ahead_in_the_last_backward_only():
+    def loop(model, optimizer, step):
+        total = 0.0
+        for part in range(3):
+            tokens, targets = batch(3 * step + part)
+            loss = model(tokens, targets) / 3
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    counted = compare(loop)
+    assert counted["updates_ahead"] > 0
+    assert counted["withdrawn"] == 0
+
+
+def between(edit):
+    """The plain loop with `edit(model, optimizer, step)` between backward() and step()."""
+
+    def loop(model, optimizer, step):
+        tokens, targets = batch(step)
+        loss = model(tokens, targets)
+        loss.backward()
+        edit(model, optimizer, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return loop
+
+
+def gradients(model):
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def in_numpy(model):
+    for gradient in gradients(model):
+        array = gradient.numpy()
+        array *= 0.5
+
+
+def through_an_old_reference(model):
+    held = gradients(model)
+    held[0].norm()  # unguarded from here on
+    held[0].data.mul_(3.0)
+
+
+EDITS = {
+    "in place": lambda m, o, s: [g.mul_(0.5) for g in gradients(m)],
+    "by data": lambda m, o, s: [g.data.mul_(0.5) for g in gradients(m)],
+    "one element": lambda m, o, s: gradients(m)[-1].view(-1).__setitem__(3, 1.0),
+    "in numpy": lambda m, o, s: in_numpy(m),
+    "by foreach": lambda m, o, s: torch._foreach_mul_(gradients(m), 0.5),
+    "negated": lambda m, o, s: [g.neg_() for g in gradients(m)],
+    "old reference": lambda m, o, s: through_an_old_reference(m),
+    "replaced": lambda m, o, s: [
+        setattr(p, "grad", p.grad.clone() * 2) for p in m.parameters() if p.grad is not None
+    ],
+    "one removed": lambda m, o, s: setattr(next(m.parameters()), "grad", None),
+    "value clipped": lambda m, o, s: torch.nn.utils.clip_grad_value_(m.parameters(), 1e-3),
+    "weights": lambda m, o, s: [p.data.mul_(0.999) for p in m.parameters()],
+    "weights in numpy": lambda m, o, s: [
+        p.detach().numpy().__imul__(0.999) for p in m.parameters()
+    ],
+    "learning rate": lambda m, o, s: o.param_groups[0].update(lr=1e-3 * (1 + s % 3)),
+    "decay": lambda m, o, s: o.param_groups[0].update(weight_decay=0.1 * (1 + s % 2)),
+    "moments": lambda m, o, s: [v["exp_avg"].mul_(0.9) for v in o.state.values()],
+    "moments loaded": lambda m, o, s: o.load_state_dict(copy.deepcopy(o.state_dict())),
+    "only read": lambda m, o, s: [g.abs().max() for g in gradients(m)],
+}
+
+
+@pytest.mark.parametrize("kind", ["state", "all"])
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_between_backward_and_step_is_what_the_update_sees(edit, kind):
+    # Every other step only, so that the loop stays worth guessing at.
+    loop = between(lambda m, o, s: EDITS[edit](m, o, s) if s % 2 else None)
+    assert compare(loop, kind)["updates_ahead"] > 0
+
+
+def test_a_view_taken_while_backward_ran_cannot_change_a_gradient_unseen():
+    views = {}
+
+    def prepare(model, key):
+        parameter = list(model.parameters())[-1]
+        parameter.register_post_accumulate_grad_hook(
+            lambda p: views.__setitem__(key, p.grad.detach().view(-1))
+        )
+
+    def loop_for(key):
+        def edit(model, optimizer, step):
+            if step == 0:
+                prepare(model, key)
+            elif step % 2:
+                views[key].mul_(0.25)
+
+        return between(edit)
+
+    ours = train(wrap={"plan": partial(forced_plan, kinds="all")}, steps=STEPS,
+                 loop=loop_for("ours"), build=SMALL)  # fmt: skip
+    assert_bit_equal(ours, train(wrap=None, steps=STEPS, loop=loop_for("plain"), build=SMALL))
+
+
+def test_nothing_is_visible_before_step():
+    model = SMALL()
+    optimizer = adamw(model)
+    trained = AutoHeteWrapper(
+        model, optimizer, gpu_mem="16MiB", cpu_mem="64MiB", profile_path=None,
+        plan=forced_plan(model, "all"),
+    ).to("cpu")  # fmt: skip
+    for step in range(4):
+        plain_loop(trained, optimizer, step)
+    weights = copy.deepcopy(trained.state_dict())
+    state = copy.deepcopy(optimizer.state_dict()["state"])
+    tokens, targets = batch(4)
+    trained(tokens, targets).backward()
+    assert all(torch.equal(weights[k], v) for k, v in trained.state_dict().items())
+    for key, values in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(values[name], state[key][name]) for name in values)
+    with torch.no_grad():
+        again = trained(tokens, targets)
+    reference = SMALL()
+    reference.load_state_dict(weights)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        assert reference.eval()(tokens, targets) == trained.eval()(tokens, targets)
+    assert torch.isfinite(again)
+    trained.unwrap()
+
+
+def test_another_backward_over_the_same_graph_sees_the_old_weights():
+    def loop(model, optimizer, step):
+        tokens, targets = batch(step)
+        loss = model(tokens, targets)
+        loss.backward(retain_graph=True)
+        if step % 5 == 4:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    assert compare(loop, steps=18)["updates_ahead"] > 0
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_step_that_is_skipped_leaves_everything_as_it_was(set_to_none):
+    def loop(model, optimizer, step):
+        tokens, targets = batch(step)
+        loss = model(tokens, targets)
+        loss.backward()
+        if step % 4 != 3:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        return loss.item()
+
+    assert compare(loop, steps=18)["updates_ahead"] > 0
+
+
+def clipping(max_norm, norms):
+    def edit(model, optimizer, step):
+        limit = max_norm(step) if callable(max_norm) else max_norm
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), limit).item())
+
+    return between(edit)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_clip_that_does_not_clip_costs_nothing_that_ran_ahead(kind):
+    norms = []
+    counted = compare(clipping(1e9, norms), kind)
+    assert norms[:STEPS] == norms[STEPS:], "the same norms, to the bit"
+    assert counted["updates_ahead"] > 0
+    assert counted["withdrawn"] == 0
+
+
+@pytest.mark.parametrize("max_norm", [0.05, lambda step: 0.05 if step % 5 == 4 else 1e9])
+def test_a_clip_that_clips_gives_the_bits_of_plain_training(max_norm):
+    norms = []
+    compare(clipping(max_norm, norms), steps=20)
+    assert norms[:20] == norms[20:]
+
+
+def test_a_clipped_gradient_reads_as_clipped_before_and_after_step():
+    seen = []
+
+    def loop(model, optimizer, step):
+        tokens, targets = batch(step)
+        loss = model(tokens, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        if step % 2:
+            seen.append([g.clone() for g in gradients(model)])
+        optimizer.step()
+        seen.append([g.clone() for g in gradients(model)])
+        if step % 3 == 0:  # else they are added to
+            optimizer.zero_grad()
+        return loss.item()
+
+    compare(loop)
+    half = len(seen) // 2
+    for ours, plain in zip(seen[:half], seen[half:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+
+
+def test_max_grad_norm_of_the_wrapper_clips_like_a_call_before_step():
+    ours = train(
+        wrap={"plan": partial(forced_plan, kinds="all"), "max_grad_norm": 0.05},
+        steps=STEPS, build=SMALL,
+    )  # fmt: skip
+    assert_bit_equal(ours, train(wrap=None, steps=STEPS, loop=clipping(0.05, []), build=SMALL))
+
+
+def test_a_loop_whose_guesses_fail_is_left_alone_and_told_once(caplog):
+    caplog.set_level("INFO", logger="autohete")
+    loop = between(lambda m, o, s: [g.mul_(0.5) for g in gradients(m)])
+    compare(loop, steps=20)
+    told = [m for m in caplog.messages if "updates wait for step()" in m]
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_grad_scaler_that_skips_steps_gives_the_bits_of_plain_training(fused):
+    scalers = {}
+
+    def loop(model, optimizer, step):
+        if step == 0:
+            scalers["now"] = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=5)
+        scaler = scalers["now"]
+        tokens, targets = batch(step)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(tokens, targets)
+        scaler.scale(loss * (float("inf") if step == 7 else 1.0)).backward()
+        if not fused:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss.item()
+
+    compare(loop, steps=20)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_late_copies_do_not_change_a_bit(seed):
+    def prepare(model):
+        model.run.side.machine.set_poison(True)
+        model.run.side.machine.set_random_delays(seed, 0.002)
+
+    norms = []
+    loop = clipping(lambda step: 0.05 if step % 5 == 4 else 1e9, norms)
+    compare(loop, steps=12, prepare=prepare)
