@@ -815,7 +815,7 @@ class Engine:
         ...
 def adamw_(workers: Workers, updates: list[typing.Any], out: typing.Any = None, level: str | None = None, by_products: bool = True) -> UpdateStats:
     """
-    Apply updates, each (hyper, step, grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq or None, half or None). A step that is a tensor counts up and holds the new number. With out, a list of (param, exp_avg, exp_avg_sq[, max_exp_avg_sq]), new values go there and the old ones stay. Without by_products only `edited` is filled in.
+    Apply updates, each (hyper, step, grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq or None, half or None). A step that is a tensor counts up and holds the new number. With out, a list of (param, exp_avg, exp_avg_sq[, max_exp_avg_sq[, half]]), new values go there and the old ones stay; None is in place. Without by_products only `edited` is filled in.
     """
 def cast_(workers: Workers, dst: typing.Any, src: typing.Any, level: str | None = None) -> None:
     """

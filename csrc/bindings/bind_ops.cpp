@@ -63,6 +63,13 @@ struct AdamCall {
   std::vector<at::Tensor> counters;
   std::vector<Range> params;
 
+  // Where the new value of state tensor `i` goes, None for in place.
+  static py::object destination(const py::handle& out, std::size_t i) {
+    if (out.is_none()) return py::none();
+    const auto tensors = out.cast<py::tuple>();
+    return i < tensors.size() ? py::object(tensors[i]) : py::none();
+  }
+
   // `update` is (hyper, step, grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, half).
   void add(const py::tuple& update, const py::handle& out) {
     require(update.size() == 8, kWhere, ": an update has ", update.size(), " items, expected 8");
@@ -91,8 +98,8 @@ struct AdamCall {
       require_same_layout(state[i], param);
       ranges.push_back(range_of(state[i]));
       Argument to = state[i];
-      if (!out.is_none()) {
-        to = unpack(kWhere, state[i].name, out.cast<py::tuple>()[i]);
+      if (const py::object given = destination(out, i); !given.is_none()) {
+        to = unpack(kWhere, state[i].name, given);
         require_same_layout(to, param);
         ranges.push_back(range_of(to));
       }
@@ -106,9 +113,16 @@ struct AdamCall {
       if (span.half_dtype == DType::kFloat32) half.refuse("float32", "bfloat16 or float16");
       require_same_layout(half, param);
       span.half_in = half.tensor.const_data_ptr();
-      span.half_out = half.tensor.mutable_data_ptr();
       ranges.push_back(range_of(half));
-      written.push_back(half.tensor);
+      Argument to = half;
+      if (const py::object given = destination(out, 4); !given.is_none()) {
+        to = unpack(kWhere, half.name, given);
+        require_same_layout(to, param);
+        if (dtype_of(to) != span.half_dtype) to.refuse(to.tensor.scalar_type(), "half's own dtype");
+        ranges.push_back(range_of(to));
+      }
+      span.half_out = to.tensor.mutable_data_ptr();
+      written.push_back(to.tensor);
     }
     for (std::size_t i = 0; i < ranges.size(); ++i) {
       for (std::size_t j = 0; j < i; ++j) require_disjoint(kWhere, ranges[i], ranges[j]);
@@ -309,8 +323,9 @@ void bind_ops(py::module_& module) {
       py::arg("level") = py::none(), py::arg("by_products") = true,
       "Apply updates, each (hyper, step, grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq or "
       "None, half or None). A step that is a tensor counts up and holds the new number. "
-      "With out, a list of (param, exp_avg, exp_avg_sq[, max_exp_avg_sq]), new values go "
-      "there and the old ones stay. Without by_products only `edited` is filled in.");
+      "With out, a list of (param, exp_avg, exp_avg_sq[, max_exp_avg_sq[, half]]), new values "
+      "go there and the old ones stay; None is in place. Without by_products only `edited` is "
+      "filled in.");
   module.def("squared_norm", &squared_norm_, py::arg("workers"), py::arg("values"),
              py::arg("level") = py::none(),
              "Sum of squares in double, and whether all are finite.");

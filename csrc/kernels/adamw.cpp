@@ -26,7 +26,7 @@ struct AdamTile {
   const AdamCoefficients* coefficients;
   std::uint64_t position;  // of the span in what is hashed
   std::size_t begin, end;
-  bool stream;
+  StreamCopy stream;  // null: all stores go through the caches
   HashFunction hash;  // null: no by-products
   double grad_sq_sum = 0;
   ContentHash grad_hash{};
@@ -88,12 +88,12 @@ struct StreamBlock {
     return block;
   }
 
-  AH_INLINE void store(const AdamBlock& block, std::size_t n) const {
-    stream_copy(block.param_out, param, n * sizeof(float));
-    stream_copy(block.exp_avg_out, exp_avg, n * sizeof(float));
-    stream_copy(block.exp_avg_sq_out, exp_avg_sq, n * sizeof(float));
+  AH_INLINE void store(const AdamBlock& block, std::size_t n, StreamCopy copy) const {
+    copy(block.param_out, param, n * sizeof(float));
+    copy(block.exp_avg_out, exp_avg, n * sizeof(float));
+    copy(block.exp_avg_sq_out, exp_avg_sq, n * sizeof(float));
     if (block.max_exp_avg_sq_out != nullptr) {
-      stream_copy(block.max_exp_avg_sq_out, max_exp_avg_sq, n * sizeof(float));
+      copy(block.max_exp_avg_sq_out, max_exp_avg_sq, n * sizeof(float));
     }
   }
 };
@@ -102,10 +102,12 @@ struct StreamBlock {
 AH_INLINE void store_half(const AdamTile& tile, const float* param, std::size_t at, std::size_t n) {
   const AdamSpan& span = *tile.span;
   auto* out = static_cast<std::uint16_t*>(span.half_out) + at;
-  if (!tile.stream || span.half_in != nullptr) return narrow(param, out, span.half_dtype, n);
+  if (tile.stream == nullptr || span.half_in == span.half_out) {
+    return narrow(param, out, span.half_dtype, n);
+  }
   alignas(64) std::uint16_t scratch[kBlock];
   narrow(param, scratch, span.half_dtype, n);
-  stream_copy(out, scratch, n * sizeof(std::uint16_t));
+  tile.stream(out, scratch, n * sizeof(std::uint16_t));
 }
 
 AH_INLINE void adamw_tile(AdamTile& tile) {
@@ -116,7 +118,7 @@ AH_INLINE void adamw_tile(AdamTile& tile) {
   const AdamSpan& span = *tile.span;
   HashRun hash = {item_bytes(span.grad_dtype)};
   const bool amsgrad = span.hyper.amsgrad;
-  const bool stream = tile.stream && span.param_out != span.param_in;
+  const bool stream = tile.stream != nullptr && span.param_out != span.param_in;
   for (std::size_t at = tile.begin; at < tile.end; at += kBlock) {
     const std::size_t n = std::min(kBlock, tile.end - at);
     prefetch_ahead(span, at, tile.end);
@@ -140,9 +142,9 @@ AH_INLINE void adamw_tile(AdamTile& tile) {
     const AdamBlock target = stream ? streamed.instead_of(block) : block;
     adamw_block(*tile.coefficients, target, amsgrad, n);
     if (span.half_out != nullptr) store_half(tile, target.param_out, at, n);
-    if (stream) streamed.store(block, n);
+    if (stream) streamed.store(block, n, tile.stream);
   }
-  if (tile.stream) stream_fence();
+  if (tile.stream != nullptr) stream_fence();
   tile.grad_sq_sum = squares.total();
   tile.grad_hash = hash.sum;
 }
@@ -188,10 +190,12 @@ void check_span(const AdamSpan& span) {
 }
 
 std::vector<AdamTile> cut(const AdamSpan* spans, const std::vector<AdamCoefficients>& coefficients,
-                          HashFunction hash) {
+                          CpuLevel level, bool by_products) {
   std::size_t numel = 0;
   for (std::size_t s = 0; s < coefficients.size(); ++s) numel += spans[s].numel;
-  const bool stream = numel * 3 * sizeof(float) >= kStreamBytes;
+  const bool large = numel * 3 * sizeof(float) >= kStreamBytes;
+  const StreamCopy stream = large ? stream_copy_function(level) : nullptr;
+  const HashFunction hash = by_products ? hash_function(level) : nullptr;
   std::vector<AdamTile> tiles;
   std::uint64_t position = 0;
   for (std::size_t s = 0; s < coefficients.size(); ++s) {
@@ -215,8 +219,7 @@ UpdateStats adamw(const AdamSpan* spans, std::size_t num_spans, Workers& workers
     check_span(spans[s]);
     coefficients.emplace_back(spans[s].hyper, spans[s].step);
   }
-  std::vector<AdamTile> tiles =
-      cut(spans, coefficients, by_products ? hash_function(level) : nullptr);
+  std::vector<AdamTile> tiles = cut(spans, coefficients, level, by_products);
   const auto run = kAdamwTile.at(level);
   workers.for_each_tile(tiles.size(), [&](std::size_t i) {
     const ExactFloatMode mode;

@@ -25,8 +25,8 @@ struct HashRun {
   ContentHash sum{};
 };
 
-// A function of its own, not inlined into the loops that use it: the AVX-512 level runs the AVX2
-// code, because GCC 12 multiplies 32-bit words as 64-bit ones where it has 64-byte registers.
+// A function of its own, not inlined into the loops that use it: the AVX-512 one is not the plain
+// loop compiled once more.
 using HashFunction = void (*)(HashRun&);
 HashFunction hash_function(CpuLevel level);
 
