@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections.abc
 import torch
 import typing
-__all__: list[str] = ['ActivationRule', 'AdamHyper', 'Budgets', 'CopyDirection', 'DeviceHandle', 'Direction', 'Engine', 'Formulation', 'Goal', 'HardwareProfile', 'HostMachine', 'InfeasibleError', 'Plan', 'PlannerOptions', 'Profile', 'Segment', 'SegmentCounts', 'SimulatedLane', 'SimulatedSpan', 'Simulation', 'SimulationPolicy', 'Tier', 'UNIT_EVENTS', 'UnitPlan', 'UnitProfile', 'UpdateStats', 'Workers', 'adamw_', 'cast_', 'cgroup_cpu_quota', 'copy_', 'cpu_features', 'cpus_for_rank', 'decode_plan', 'default_num_workers', 'device_peak_bytes', 'finish_plan', 'formulate', 'host_bytes', 'lane_seconds', 'minimum_device_bytes', 'minimum_host_bytes', 'next_unit_state', 'next_use_distance', 'policy_of', 'predict_plan', 'release_file_pages', 'require_feasible', 'require_within', 'search_plan', 'simulate', 'squared_norm', 'validate_hardware', 'validate_plan', 'validate_profile']
+__all__: list[str] = ['ActivationRule', 'AdamHyper', 'Budgets', 'CopyDirection', 'DeviceHandle', 'Direction', 'Engine', 'Formulation', 'Goal', 'HardwareProfile', 'HostMachine', 'InfeasibleError', 'Plan', 'PlannerOptions', 'Profile', 'Segment', 'SegmentCounts', 'SimulatedLane', 'SimulatedSpan', 'Simulation', 'SimulationPolicy', 'Tier', 'UNIT_EVENTS', 'UnitPlan', 'UnitProfile', 'UpdateStats', 'Workers', 'adamw_', 'cast_', 'cgroup_cpu_quota', 'content_hash', 'copy_', 'cpu_features', 'cpus_for_rank', 'decode_plan', 'default_num_workers', 'device_peak_bytes', 'finish_plan', 'formulate', 'gradient_stats', 'host_bytes', 'lane_seconds', 'minimum_device_bytes', 'minimum_host_bytes', 'next_unit_state', 'next_use_distance', 'policy_of', 'predict_plan', 'release_file_pages', 'require_feasible', 'require_within', 'search_plan', 'simulate', 'squared_norm', 'validate_hardware', 'validate_plan', 'validate_profile']
 class AdamHyper:
     """
     What one update of Adam or AdamW is made with.
@@ -46,6 +46,11 @@ class UpdateStats:
     @property
     def edited(self) -> int:
         ...
+    @property
+    def grad_hash(self) -> int:
+        """
+        128 bits: content_hash() of the gradients in the order of the updates.
+        """
     @property
     def grad_sq_norm(self) -> float:
         ...
@@ -820,9 +825,9 @@ class Engine:
         ...
     def withdraw_ahead(self) -> None:
         ...
-def adamw_(workers: Workers, updates: list[typing.Any], out: typing.Any = None, level: str | None = None) -> UpdateStats:
+def adamw_(workers: Workers, updates: list[typing.Any], out: typing.Any = None, level: str | None = None, by_products: bool = True) -> UpdateStats:
     """
-    Apply updates, each (hyper, step, grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq or None, half or None). A step that is a tensor counts up and holds the new number. With out, a list of (param, exp_avg, exp_avg_sq[, max_exp_avg_sq]), new values go there and the old ones stay.
+    Apply updates, each (hyper, step, grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq or None, half or None). A step that is a tensor counts up and holds the new number. With out, a list of (param, exp_avg, exp_avg_sq[, max_exp_avg_sq[, half]]), new values go there and the old ones stay; None is in place. Without by_products only `edited` is filled in.
     """
 def cast_(workers: Workers, dst: typing.Any, src: typing.Any, level: str | None = None) -> None:
     """
@@ -830,6 +835,10 @@ def cast_(workers: Workers, dst: typing.Any, src: typing.Any, level: str | None 
     """
 def cgroup_cpu_quota(root: str = '') -> int:
     ...
+def content_hash(workers: Workers, tensors: list[typing.Any], level: str | None = None) -> int:
+    """
+    A 128-bit hash of the tensors' bytes and order, see csrc/kernels/content_hash.h.
+    """
 def copy_(workers: Workers, dst: typing.Any, src: typing.Any) -> None:
     """
     Copy src into dst over the workers.
@@ -852,6 +861,10 @@ def finish_plan(profile: Profile, formulation: Formulation, counts: collections.
     ...
 def formulate(profile: Profile, budgets: Budgets, options: PlannerOptions) -> Formulation:
     ...
+def gradient_stats(workers: Workers, tensors: list[typing.Any], level: str | None = None) -> UpdateStats:
+    """
+    What adamw_ would report of these gradients, in one pass.
+    """
 def host_bytes(profile: Profile, plan: Plan) -> int:
     ...
 def lane_seconds(profile: Profile, plan: Plan) -> dict[str, typing.Any]:

@@ -161,7 +161,7 @@ class CPUAdamW(Optimizer):
                     update = self._update(param, grad, hyper, group["amsgrad"], copy_back)
                     updates.append(update)
         if updates:
-            _C.adamw_(self._the_workers(), updates)
+            _C.adamw_(self._the_workers(), updates, by_products=False)
         for param, updated in copy_back:
             param.copy_(updated)
         return loss

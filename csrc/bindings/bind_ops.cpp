@@ -63,6 +63,13 @@ struct AdamCall {
   std::vector<at::Tensor> counters;
   std::vector<Range> params;
 
+  // Where the new value of state tensor `i` goes, None for in place.
+  static py::object destination(const py::handle& out, std::size_t i) {
+    if (out.is_none()) return py::none();
+    const auto tensors = out.cast<py::tuple>();
+    return i < tensors.size() ? py::object(tensors[i]) : py::none();
+  }
+
   // `update` is (hyper, step, grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, half).
   void add(const py::tuple& update, const py::handle& out) {
     require(update.size() == 8, kWhere, ": an update has ", update.size(), " items, expected 8");
@@ -91,8 +98,8 @@ struct AdamCall {
       require_same_layout(state[i], param);
       ranges.push_back(range_of(state[i]));
       Argument to = state[i];
-      if (!out.is_none()) {
-        to = unpack(kWhere, state[i].name, out.cast<py::tuple>()[i]);
+      if (const py::object given = destination(out, i); !given.is_none()) {
+        to = unpack(kWhere, state[i].name, given);
         require_same_layout(to, param);
         ranges.push_back(range_of(to));
       }
@@ -106,9 +113,16 @@ struct AdamCall {
       if (span.half_dtype == DType::kFloat32) half.refuse("float32", "bfloat16 or float16");
       require_same_layout(half, param);
       span.half_in = half.tensor.const_data_ptr();
-      span.half_out = half.tensor.mutable_data_ptr();
       ranges.push_back(range_of(half));
-      written.push_back(half.tensor);
+      Argument to = half;
+      if (const py::object given = destination(out, 4); !given.is_none()) {
+        to = unpack(kWhere, half.name, given);
+        require_same_layout(to, param);
+        if (dtype_of(to) != span.half_dtype) to.refuse(to.tensor.scalar_type(), "half's own dtype");
+        ranges.push_back(range_of(to));
+      }
+      span.half_out = to.tensor.mutable_data_ptr();
+      written.push_back(to.tensor);
     }
     for (std::size_t i = 0; i < ranges.size(); ++i) {
       for (std::size_t j = 0; j < i; ++j) require_disjoint(kWhere, ranges[i], ranges[j]);
@@ -131,7 +145,7 @@ CpuLevel level_from(const std::optional<std::string>& name, const char* where) {
 }
 
 UpdateStats adamw_(Workers& workers, const py::list& updates, const py::object& out,
-                   const std::optional<std::string>& level_name) {
+                   const std::optional<std::string>& level_name, bool by_products) {
   AdamCall call;
   call.spans.reserve(updates.size());
   const CpuLevel level = level_from(level_name, AdamCall::kWhere);
@@ -147,7 +161,7 @@ UpdateStats adamw_(Workers& workers, const py::list& updates, const py::object& 
   UpdateStats stats;
   {
     py::gil_scoped_release release;
-    stats = adamw(call.spans.data(), call.spans.size(), workers, level);
+    stats = adamw(call.spans.data(), call.spans.size(), workers, level, by_products);
   }
   for (at::Tensor& counter : call.counters) count(counter);
   for (const at::Tensor& tensor : call.written) bump(tensor);
@@ -164,6 +178,48 @@ UpdateStats squared_norm_(Workers& workers, py::handle values,
   py::gil_scoped_release release;
   return squared_norm(argument.tensor.const_data_ptr(), dtype, argument.tensor.numel(), workers,
                       level);
+}
+
+// Tensors to look at, in their order in memory; `held` keeps them while the GIL is away.
+struct GradCall {
+  std::vector<GradSpan> spans;
+  std::vector<at::Tensor> held;
+
+  GradCall(const char* where, const py::list& tensors) {
+    for (const py::handle item : tensors) {
+      const Argument argument = unpack(where, "tensors", item);
+      const DType dtype = dtype_of(argument);
+      const at::Tensor& tensor = argument.tensor;
+      if (!tensor.is_non_overlapping_and_dense())
+        argument.refuse(tensor.strides(), "dense strides; make it contiguous");
+      spans.push_back({tensor.const_data_ptr(), dtype, static_cast<std::size_t>(tensor.numel())});
+      held.push_back(tensor);
+    }
+  }
+};
+
+UpdateStats gradient_stats_(Workers& workers, const py::list& tensors,
+                            const std::optional<std::string>& level_name) {
+  const GradCall call("gradient_stats", tensors);
+  const CpuLevel level = level_from(level_name, "gradient_stats");
+  py::gil_scoped_release release;
+  return gradient_stats(call.spans.data(), call.spans.size(), workers, level);
+}
+
+py::int_ number(const ContentHash& hash) {
+  return py::int_(hash.high) << py::int_(64) | py::int_(hash.low);
+}
+
+py::int_ content_hash_(Workers& workers, const py::list& tensors,
+                       const std::optional<std::string>& level_name) {
+  const GradCall call("content_hash", tensors);
+  const CpuLevel level = level_from(level_name, "content_hash");
+  ContentHash hash;
+  {
+    py::gil_scoped_release release;
+    hash = content_hash(call.spans.data(), call.spans.size(), workers, level);
+  }
+  return number(hash);
 }
 
 void cast_(Workers& workers, py::handle dst, py::handle src,
@@ -247,6 +303,9 @@ void bind_ops(py::module_& module) {
   py::class_<UpdateStats>(module, "UpdateStats", "By-products of one pass over gradients.")
       .def_readonly("grad_sq_norm", &UpdateStats::grad_sq_norm)
       .def_readonly("non_finite", &UpdateStats::non_finite)
+      .def_property_readonly(
+          "grad_hash", [](const UpdateStats& stats) { return number(stats.grad_hash); },
+          "128 bits: content_hash() of the gradients in the order of the updates.")
       .def_readonly("edited", &UpdateStats::edited);
   py::class_<Workers, std::shared_ptr<Workers>>(module, "Workers", "The CPU worker threads.")
       .def(py::init<int>(), py::arg("num_workers"))
@@ -261,14 +320,21 @@ void bind_ops(py::module_& module) {
              py::arg("local_world_size") = nullptr);
   module.def(
       "adamw_", &adamw_, py::arg("workers"), py::arg("updates"), py::arg("out") = py::none(),
-      py::arg("level") = py::none(),
+      py::arg("level") = py::none(), py::arg("by_products") = true,
       "Apply updates, each (hyper, step, grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq or "
       "None, half or None). A step that is a tensor counts up and holds the new number. "
-      "With out, a list of (param, exp_avg, exp_avg_sq[, max_exp_avg_sq]), new values go "
-      "there and the old ones stay.");
+      "With out, a list of (param, exp_avg, exp_avg_sq[, max_exp_avg_sq[, half]]), new values "
+      "go there and the old ones stay; None is in place. Without by_products only `edited` is "
+      "filled in.");
   module.def("squared_norm", &squared_norm_, py::arg("workers"), py::arg("values"),
              py::arg("level") = py::none(),
              "Sum of squares in double, and whether all are finite.");
+  module.def("gradient_stats", &gradient_stats_, py::arg("workers"), py::arg("tensors"),
+             py::arg("level") = py::none(),
+             "What adamw_ would report of these gradients, in one pass.");
+  module.def("content_hash", &content_hash_, py::arg("workers"), py::arg("tensors"),
+             py::arg("level") = py::none(),
+             "A 128-bit hash of the tensors' bytes and order, see csrc/kernels/content_hash.h.");
   module.def("cast_", &cast_, py::arg("workers"), py::arg("dst"), py::arg("src"),
              py::arg("level") = py::none(), "Convert src into dst, rounding to nearest even.");
   module.def("copy_", &copy_, py::arg("workers"), py::arg("dst"), py::arg("src"),

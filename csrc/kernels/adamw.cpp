@@ -8,6 +8,7 @@
 #include "csrc/kernels/adamw_loop.h"
 #include "csrc/kernels/float_mode.h"
 #include "csrc/kernels/half.h"
+#include "csrc/kernels/hash_run.h"
 #include "csrc/kernels/kernels.h"
 #include "csrc/kernels/square_sum.h"
 #include "csrc/kernels/stream_copy.h"
@@ -16,10 +17,6 @@
 namespace autohete {
 namespace {
 
-// Long enough that claiming a tile costs nothing beside it, short enough that a million values
-// still divide evenly over the workers. A whole number of blocks.
-constexpr std::size_t kTile = 256 * kBlock;
-
 // From this many bytes written in one call on, destinations that were not read bypass the caches.
 constexpr std::size_t kStreamBytes = std::size_t{32} << 20;
 
@@ -27,9 +24,12 @@ constexpr std::size_t kStreamBytes = std::size_t{32} << 20;
 struct AdamTile {
   const AdamSpan* span;
   const AdamCoefficients* coefficients;
+  std::uint64_t position;  // of the span in what is hashed
   std::size_t begin, end;
-  bool stream;
+  StreamCopy stream;  // null: all stores go through the caches
+  HashFunction hash;  // null: no by-products
   double grad_sq_sum = 0;
+  ContentHash grad_hash{};
   std::size_t edited = 0;
 };
 
@@ -88,12 +88,12 @@ struct StreamBlock {
     return block;
   }
 
-  AH_INLINE void store(const AdamBlock& block, std::size_t n) const {
-    stream_copy(block.param_out, param, n * sizeof(float));
-    stream_copy(block.exp_avg_out, exp_avg, n * sizeof(float));
-    stream_copy(block.exp_avg_sq_out, exp_avg_sq, n * sizeof(float));
+  AH_INLINE void store(const AdamBlock& block, std::size_t n, StreamCopy copy) const {
+    copy(block.param_out, param, n * sizeof(float));
+    copy(block.exp_avg_out, exp_avg, n * sizeof(float));
+    copy(block.exp_avg_sq_out, exp_avg_sq, n * sizeof(float));
     if (block.max_exp_avg_sq_out != nullptr) {
-      stream_copy(block.max_exp_avg_sq_out, max_exp_avg_sq, n * sizeof(float));
+      copy(block.max_exp_avg_sq_out, max_exp_avg_sq, n * sizeof(float));
     }
   }
 };
@@ -102,10 +102,12 @@ struct StreamBlock {
 AH_INLINE void store_half(const AdamTile& tile, const float* param, std::size_t at, std::size_t n) {
   const AdamSpan& span = *tile.span;
   auto* out = static_cast<std::uint16_t*>(span.half_out) + at;
-  if (!tile.stream || span.half_in != nullptr) return narrow(param, out, span.half_dtype, n);
+  if (tile.stream == nullptr || span.half_in == span.half_out) {
+    return narrow(param, out, span.half_dtype, n);
+  }
   alignas(64) std::uint16_t scratch[kBlock];
   narrow(param, scratch, span.half_dtype, n);
-  stream_copy(out, scratch, n * sizeof(std::uint16_t));
+  tile.stream(out, scratch, n * sizeof(std::uint16_t));
 }
 
 AH_INLINE void adamw_tile(AdamTile& tile) {
@@ -114,13 +116,20 @@ AH_INLINE void adamw_tile(AdamTile& tile) {
   StreamBlock streamed;
   SquareSum squares;
   const AdamSpan& span = *tile.span;
+  HashRun hash = {item_bytes(span.grad_dtype)};
   const bool amsgrad = span.hyper.amsgrad;
-  const bool stream = tile.stream && span.param_out != span.param_in;
+  const bool stream = tile.stream != nullptr && span.param_out != span.param_in;
   for (std::size_t at = tile.begin; at < tile.end; at += kBlock) {
     const std::size_t n = std::min(kBlock, tile.end - at);
     prefetch_ahead(span, at, tile.end);
     const float* grad = widened(span.grad, span.grad_dtype, at, n, grad_scratch);
-    squares.add(grad, n);
+    if (tile.hash != nullptr) {
+      squares.add(grad, n);
+      hash.items = static_cast<const char*>(span.grad) + at * hash.item_bytes;
+      hash.position = tile.position + at;
+      hash.numel = n;
+      tile.hash(hash);
+    }
     const AdamBlock block = {grad,
                              current_param(span, at, n, param_scratch, tile.edited),
                              span.exp_avg_in + at,
@@ -133,10 +142,11 @@ AH_INLINE void adamw_tile(AdamTile& tile) {
     const AdamBlock target = stream ? streamed.instead_of(block) : block;
     adamw_block(*tile.coefficients, target, amsgrad, n);
     if (span.half_out != nullptr) store_half(tile, target.param_out, at, n);
-    if (stream) streamed.store(block, n);
+    if (stream) streamed.store(block, n, tile.stream);
   }
-  if (tile.stream) stream_fence();
+  if (tile.stream != nullptr) stream_fence();
   tile.grad_sq_sum = squares.total();
+  tile.grad_hash = hash.sum;
 }
 
 AH_LEVELS(kAdamwTile, adamw_tile, AdamTile)
@@ -179,24 +189,29 @@ void check_span(const AdamSpan& span) {
       "adamw: half_dtype is float32, expected bfloat16 or float16");
 }
 
-std::vector<AdamTile> cut(const AdamSpan* spans,
-                          const std::vector<AdamCoefficients>& coefficients) {
+std::vector<AdamTile> cut(const AdamSpan* spans, const std::vector<AdamCoefficients>& coefficients,
+                          CpuLevel level, bool by_products) {
   std::size_t numel = 0;
   for (std::size_t s = 0; s < coefficients.size(); ++s) numel += spans[s].numel;
-  const bool stream = numel * 3 * sizeof(float) >= kStreamBytes;
+  const bool large = numel * 3 * sizeof(float) >= kStreamBytes;
+  const StreamCopy stream = large ? stream_copy_function(level) : nullptr;
+  const HashFunction hash = by_products ? hash_function(level) : nullptr;
   std::vector<AdamTile> tiles;
+  std::uint64_t position = 0;
   for (std::size_t s = 0; s < coefficients.size(); ++s) {
     for (std::size_t begin = 0; begin < spans[s].numel; begin += kTile) {
       const std::size_t end = std::min(begin + kTile, spans[s].numel);
-      tiles.push_back({&spans[s], &coefficients[s], begin, end, stream});
+      tiles.push_back({&spans[s], &coefficients[s], position, begin, end, stream, hash});
     }
+    position += hashed_items(spans[s].numel);
   }
   return tiles;
 }
 
 }  // namespace
 
-UpdateStats adamw(const AdamSpan* spans, std::size_t num_spans, Workers& workers, CpuLevel level) {
+UpdateStats adamw(const AdamSpan* spans, std::size_t num_spans, Workers& workers, CpuLevel level,
+                  bool by_products) {
   require_supported(level, "adamw");
   std::vector<AdamCoefficients> coefficients;
   coefficients.reserve(num_spans);
@@ -204,7 +219,7 @@ UpdateStats adamw(const AdamSpan* spans, std::size_t num_spans, Workers& workers
     check_span(spans[s]);
     coefficients.emplace_back(spans[s].hyper, spans[s].step);
   }
-  std::vector<AdamTile> tiles = cut(spans, coefficients);
+  std::vector<AdamTile> tiles = cut(spans, coefficients, level, by_products);
   const auto run = kAdamwTile.at(level);
   workers.for_each_tile(tiles.size(), [&](std::size_t i) {
     const ExactFloatMode mode;
@@ -213,6 +228,7 @@ UpdateStats adamw(const AdamSpan* spans, std::size_t num_spans, Workers& workers
   UpdateStats stats;
   for (const AdamTile& tile : tiles) {  // in the order of the tiles, whoever ran them
     stats.grad_sq_norm += tile.grad_sq_sum;
+    stats.grad_hash += tile.grad_hash;
     stats.edited += tile.edited;
   }
   stats.non_finite = !std::isfinite(stats.grad_sq_norm);

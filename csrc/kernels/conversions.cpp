@@ -1,37 +1,14 @@
-// Squared norm and casts: loops over one or two streams.
+// Casts.
 #include <algorithm>
-#include <cmath>
-#include <vector>
 
 #include "csrc/kernels/float_mode.h"
 #include "csrc/kernels/half.h"
 #include "csrc/kernels/kernels.h"
-#include "csrc/kernels/square_sum.h"
+#include "csrc/kernels/tile.h"
 #include "csrc/runtime/workers.h"
 
 namespace autohete {
 namespace {
-
-constexpr std::size_t kTile = 256 * kBlock;  // adamw.cpp's, so that both sum in the same order
-
-struct NormTile {
-  const void* values;
-  DType dtype;
-  std::size_t begin, end;
-  double sum = 0;
-};
-
-AH_INLINE void norm_tile(NormTile& tile) {
-  alignas(64) float scratch[kBlock];
-  SquareSum squares;
-  for (std::size_t at = tile.begin; at < tile.end; at += kBlock) {
-    const std::size_t n = std::min(kBlock, tile.end - at);
-    squares.add(widened(tile.values, tile.dtype, at, n, scratch), n);
-  }
-  tile.sum = squares.total();
-}
-
-AH_LEVELS(kNormTile, norm_tile, NormTile)
 
 struct CastTile {
   void* dst;
@@ -57,23 +34,6 @@ AH_INLINE void cast_tile(CastTile& tile) {
 AH_LEVELS(kCastTile, cast_tile, CastTile)
 
 }  // namespace
-
-UpdateStats squared_norm(const void* values, DType dtype, std::size_t numel, Workers& workers,
-                         CpuLevel level) {
-  require_supported(level, "squared_norm");
-  const auto run = kNormTile.at(level);
-  std::vector<double> sums((numel + kTile - 1) / kTile);
-  workers.for_each_tile(sums.size(), [&](std::size_t i) {
-    const ExactFloatMode mode;
-    NormTile tile = {values, dtype, i * kTile, std::min(numel, (i + 1) * kTile)};
-    run(tile);
-    sums[i] = tile.sum;
-  });
-  UpdateStats stats;
-  for (const double sum : sums) stats.grad_sq_norm += sum;
-  stats.non_finite = !std::isfinite(stats.grad_sq_norm);
-  return stats;
-}
 
 void cast(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t numel,
           Workers& workers, CpuLevel level) {

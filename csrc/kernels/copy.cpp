@@ -25,6 +25,7 @@ void copy_bytes(void* dst, const void* src, std::size_t bytes, Workers& workers)
     return;
   }
   const bool stream = bytes >= kStreamBytes;
+  const StreamCopy stream_copy = stream_copy_function(cpu_level());
   workers.for_each_tile((bytes + kChunk - 1) / kChunk, [&](std::size_t i) {
     const std::size_t at = i * kChunk;
     const std::size_t n = std::min(kChunk, bytes - at);

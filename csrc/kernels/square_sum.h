@@ -4,12 +4,9 @@
 #include <cstddef>
 
 #include "csrc/kernels/levels.h"
+#include "csrc/kernels/tile.h"
 
 namespace autohete {
-
-// Kernels work on blocks of this many values: all streams of a block fit the first-level cache, so
-// each step over a block is a plain loop of its own and memory is still passed over once.
-constexpr std::size_t kBlock = 128;
 
 // One running sum for each place of a block: an elementwise loop, which vectorises without
 // reordering anything. The square of an fp32 value is exact in double.

@@ -276,6 +276,30 @@ def test_out_of_place_equals_in_place_and_keeps_the_old_state() -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [TILE + 77, 3_000_001])  # the second bypasses the caches
+def test_out_of_place_leaves_the_old_half_copy_and_takes_edits_up(
+    level: str, dtype: torch.dtype, numel: int
+) -> None:
+    old, in_place = random_state(numel), random_state(numel)
+    old_half = old["param"].to(dtype)
+    old_half[::1000] *= 2
+    half, kept = old_half.clone(), old_half.clone()
+    new = [torch.full_like(v, float("nan")) for v in list(old.values())[:3]]
+    new_half = torch.full_like(half, float("nan"))
+    grad = random_grad(numel)
+    a = run(in_place, grad, 4, half=half, level=level)
+    out = [(*new, None, new_half)]
+    one = update(old, grad, 4.0, half=old_half)
+    b = _C.adamw_(_C.Workers(2), [one], out=out, level=level)
+    assert a.edited == b.edited == -(-numel // 1000) and a.grad_hash == b.grad_hash
+    assert same_bits(old, random_state(numel)) and torch.equal(old_half, kept)
+    assert torch.equal(new_half, half)
+    for mine, reference in zip(new, list(in_place.values())[:3], strict=True):
+        assert torch.equal(mine, reference)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_an_edited_half_copy_is_taken_up_and_counted(level: str, dtype: torch.dtype) -> None:
     numel = 1000
     state = random_state(numel)

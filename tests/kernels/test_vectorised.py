@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs objdump and x86-64",
 )
 
-KERNELS = ["adamw_tile", "norm_tile", "cast_tile"]
+KERNELS = ["adamw_tile", "stats_tile", "cast_tile", "hash_run"]
 ARITHMETIC = ["sqrtps", "divps", "mulps", "addps", "subps"]
 
 
@@ -47,6 +47,16 @@ def test_the_update_does_its_arithmetic_in_whole_registers(
     code = body(functions, "adamw_tile", level)
     for operation in ARITHMETIC:
         assert re.search(rf"\bv{operation}\s.*{register}", code), operation
+
+
+@pytest.mark.parametrize(
+    ("kernel", "level", "register"),
+    [("hash_run", "scalar", "%xmm"), ("hash_run", "avx2", "%ymm"), ("digests", "avx512", "%zmm")],
+)
+def test_the_hash_multiplies_words_in_whole_registers(
+    functions: dict[str, str], kernel: str, level: str, register: str
+) -> None:
+    assert re.search(rf"\bv?pmuludq\s.*{register}", body(functions, kernel, level))
 
 
 def test_the_plain_level_does_its_arithmetic_four_at_a_time(functions: dict[str, str]) -> None:

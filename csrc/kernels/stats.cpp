@@ -1,0 +1,101 @@
+// The by-products of an update for themselves: squared norm and content hash of gradients.
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "csrc/kernels/float_mode.h"
+#include "csrc/kernels/half.h"
+#include "csrc/kernels/hash_run.h"
+#include "csrc/kernels/kernels.h"
+#include "csrc/kernels/square_sum.h"
+#include "csrc/runtime/workers.h"
+
+namespace autohete {
+namespace {
+
+struct Wanted {
+  bool norm;
+  HashFunction hash;  // or null
+};
+
+// A piece of one tensor, and what was found in it.
+struct StatsTile {
+  GradSpan span;
+  std::uint64_t position;  // of the span in what is hashed
+  std::size_t begin, end;
+  Wanted wanted;
+  double sum = 0;
+  ContentHash hash{};
+};
+
+AH_INLINE void stats_tile(StatsTile& tile) {
+  alignas(64) float scratch[kBlock];
+  SquareSum squares;
+  const std::size_t item = item_bytes(tile.span.dtype);
+  HashRun hash = {item};
+  for (std::size_t at = tile.begin; at < tile.end; at += kBlock) {
+    const std::size_t n = std::min(kBlock, tile.end - at);
+    if (tile.wanted.norm) {
+      squares.add(widened(tile.span.values, tile.span.dtype, at, n, scratch), n);
+    }
+    if (tile.wanted.hash != nullptr) {
+      hash.items = static_cast<const char*>(tile.span.values) + at * item;
+      hash.position = tile.position + at;
+      hash.numel = n;
+      tile.wanted.hash(hash);
+    }
+  }
+  tile.sum = squares.total();
+  tile.hash = hash.sum;
+}
+
+AH_LEVELS(kStatsTile, stats_tile, StatsTile)
+
+UpdateStats stats_of(const GradSpan* spans, std::size_t num_spans, Workers& workers, CpuLevel level,
+                     Wanted wanted) {
+  std::vector<StatsTile> tiles;
+  std::uint64_t position = 0;
+  for (std::size_t s = 0; s < num_spans; ++s) {
+    for (std::size_t begin = 0; begin < spans[s].numel; begin += kTile) {
+      const std::size_t end = std::min(begin + kTile, spans[s].numel);
+      tiles.push_back({spans[s], position, begin, end, wanted});
+    }
+    position += hashed_items(spans[s].numel);
+  }
+  const auto run = kStatsTile.at(level);
+  workers.for_each_tile(tiles.size(), [&](std::size_t i) {
+    const ExactFloatMode mode;
+    run(tiles[i]);
+  });
+  UpdateStats stats;
+  for (const StatsTile& tile : tiles) {  // in the order of the tiles, whoever ran them
+    stats.grad_sq_norm += tile.sum;
+    stats.grad_hash += tile.hash;
+  }
+  stats.non_finite = !std::isfinite(stats.grad_sq_norm);
+  return stats;
+}
+
+}  // namespace
+
+UpdateStats squared_norm(const void* values, DType dtype, std::size_t numel, Workers& workers,
+                         CpuLevel level) {
+  require_supported(level, "squared_norm");
+  const GradSpan span = {values, dtype, numel};
+  return stats_of(&span, 1, workers, level, {.norm = true, .hash = nullptr});
+}
+
+UpdateStats gradient_stats(const GradSpan* spans, std::size_t num_spans, Workers& workers,
+                           CpuLevel level) {
+  require_supported(level, "gradient_stats");
+  return stats_of(spans, num_spans, workers, level, {.norm = true, .hash = hash_function(level)});
+}
+
+ContentHash content_hash(const GradSpan* spans, std::size_t num_spans, Workers& workers,
+                         CpuLevel level) {
+  require_supported(level, "content_hash");
+  return stats_of(spans, num_spans, workers, level, {.norm = false, .hash = hash_function(level)})
+      .grad_hash;
+}
+
+}  // namespace autohete
