@@ -288,6 +288,7 @@ class Run:
     def _replan(self) -> None:
         """Go over to the plan that the first step speaks for."""
         self.synchronize()
+        self.bridge.adopt_states()  # the user may have cleared or replaced them
         self.plans.decide()
         self.bridge.publish_states()
         self.step_seconds.clear()

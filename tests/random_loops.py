@@ -52,6 +52,7 @@ class Loop:
         recipe = self.recipe
         self.leg += 1
         leg = recipe.legs[self.leg]
+        self.kept_state: Any = None
         random_state = torch.get_rng_state()
         self.model = build(recipe)
         torch.set_rng_state(random_state)
@@ -329,6 +330,21 @@ class Loop:
             self._evaluate("no_grad")
             for p, value in zip(parameters, kept, strict=True):
                 p.copy_(value)
+        elif how == "exchanged":  # the same, by handing out other memory
+            backup = [p.data for p in parameters]
+            for p, value in zip(parameters, backup, strict=True):
+                p.data = value * 0.3
+            self._evaluate("no_grad")
+            for p, value in zip(parameters, backup, strict=True):
+                p.data = value
+        elif how == "state cleared":
+            self.optimizer.state.clear()
+        elif how == "state kept and put back":
+            if self.kept_state is None:
+                self.kept_state = self.optimizer.state_dict()
+                self.optimizer.load_state_dict({**self.kept_state, "state": {}})
+            else:
+                self.optimizer.load_state_dict(self.kept_state)
         else:
             for p in parameters:
                 p.add_(1e-3)

@@ -12,6 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LAYERS, WIDTH, LENGTH = 3, 32, 12
+EDITS = (
+    "load", "data", "init", "new storage", "swapped", "exchanged", "added to", "state cleared",
+    "state kept and put back",
+)  # fmt: skip
 PARTS = ("tokens", "positions", "blocks.0", "blocks.1", "blocks.2", "norm", "head")
 
 
@@ -102,7 +106,7 @@ def _draw_step(r: random.Random, scaler: bool) -> Step:
         closure=not scaler and r.random() < 0.1,
         zero=r.choice(("none", "none", "zero", "model", "by hand", "before backward", "never")),
         hyper=sometimes(0.15, "lr", "betas", "decay"),
-        edit=sometimes(0.2, "load", "data", "init", "new storage", "swapped", "added to"),
+        edit=sometimes(0.3, *EDITS),
         evaluate_last=sometimes(0.2, *contexts),
         resumes=r.random() < 0.15,
     )

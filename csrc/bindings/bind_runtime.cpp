@@ -185,7 +185,11 @@ void bind_engine(py::module_& module) {
       .def("synchronize", &TorchEngine::synchronize)
       .def("missing_state", &TorchEngine::missing_state)
       .def("make_state", &TorchEngine::make_state)
-      .def("forget_state", [](TorchEngine& s, int unit, int i) { s.unit(unit).forget_state(i); })
+      .def("forget_state",
+           [](TorchEngine& self, int unit, int index) {
+             self.settle(unit);
+             self.unit(unit).forget_state(index);
+           })
       .def("state", &state)
       .def("adopt_state",
            [](TorchEngine& self, int unit, int index, at::Tensor step, at::Tensor exp_avg,
