@@ -138,6 +138,32 @@ class UnitCall:
             self.run.leave_backward(self)
 
 
+# They choose a fast path, of other rounding, by the class of tensors whose modules they have not
+# called yet; a guarded one would send them the slow way.
+PEEKING = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
+class PeekingForward(HookedForward):
+    """Takes the guards off what a module of torch looks at before it calls the modules inside."""
+
+    def __init__(self, run: Run, module: nn.Module) -> None:
+        super().__init__(run, module)
+        looked_at = module.layers[0] if isinstance(module, nn.TransformerEncoder) else module
+        seen = {id(p) for p in looked_at.parameters()}
+        self.units = [
+            index
+            for index, unit in enumerate(run.units)
+            if any(id(p) in seen for p in unit.parameters)
+        ]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = self.run
+        if run is not None and not self.module.training and not in_backward():
+            for index in self.units:
+                run.settle_idle(index)
+        return self.forward(*args, **kwargs)
+
+
 class RootForward(HookedForward):
     """Begins and ends the forward of the whole model, and finds the end of its backward."""
 

@@ -170,6 +170,12 @@ def lane_rates(spans: list[tuple[Any, ...]], num_updated: int) -> dict[str, floa
     return rates
 
 
+def _kind(unit: Unit, sizes: tuple[int, int, int]) -> str:
+    """Equal modules are of two kinds where the optimizer has only some of them, say."""
+    _, grad_bytes, state_bytes = sizes
+    return f"{unit.kind}/{grad_bytes}/{state_bytes}" + "/edits" * bool(unit.edits_inputs)
+
+
 def build_profile(
     meter: StepMeter, units: list[Unit], sizes: list[tuple[int, int, int]], rates: dict[str, float]
 ) -> _C.Profile:
@@ -180,14 +186,14 @@ def build_profile(
         rates: of lane_rates().
     """
     profile = _C.Profile()
-    kinds: dict[str, list[int]] = {}
-    for index, unit in enumerate(units):
-        kinds.setdefault(unit.kind, []).append(index)
+    kinds = [_kind(unit, size) for unit, size in zip(units, sizes, strict=True)]
     unit_profiles = []
-    for unit, (param_bytes, grad_bytes, state_bytes) in zip(units, sizes, strict=True):
-        same = [meter.measures[i] for i in kinds[unit.kind] if meter.measures[i].calls]
+    for unit, size, kind in zip(units, sizes, kinds, strict=True):
+        param_bytes, grad_bytes, state_bytes = size
+        measured = (m for m, k in zip(meter.measures, kinds, strict=True) if k == kind)
+        same = [m for m in measured if m.calls]
         p = _C.UnitProfile()
-        p.name, p.kind = unit.name, unit.kind
+        p.name, p.kind = unit.name, kind
         p.num_parameters = sum(q.numel() for q in unit.parameters)
         p.param_bytes, p.grad_bytes, p.state_bytes = param_bytes, grad_bytes, state_bytes
         p.master_bytes = param_bytes if grad_bytes else 0

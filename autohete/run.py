@@ -23,7 +23,15 @@ from autohete.config import Config
 from autohete.devices import CudaSide, HostSide, Side
 from autohete.early import EarlyUpdates
 from autohete.guard import UnitGuard
-from autohete.hooks import RootForward, UnitCall, UnitForward, in_backward
+from autohete.hooks import (
+    PEEKING,
+    HookedForward,
+    PeekingForward,
+    RootForward,
+    UnitCall,
+    UnitForward,
+    in_backward,
+)
 from autohete.layout import (
     check_budgets,
     check_pair,
@@ -86,7 +94,7 @@ class Run:
         self.plans = RunPlan(config, self.units, self.bridge, self.side, self.engine, self.cpu_mem)
         self.step_seconds: list[float] = []
         self.num_steps = 0
-        self._hooked: list[UnitForward | RootForward] = []
+        self._hooked: list[HookedForward] = []
         self._guards = [self._make_guard(index) for index in range(len(self.units))]
         self._moments: list[list[Tensor]] = [[] for _ in self.units]
         # Parameters of classes of their own cannot wear a guard: their units are waited for.
@@ -155,11 +163,14 @@ class Run:
         for index, unit in enumerate(self.units):
             for module in unit.modules:
                 self._hook(UnitForward(self, module, index))
+        for module in self.model.modules():
+            if isinstance(module, PEEKING):
+                self._hook(PeekingForward(self, module))
         self._hook(RootForward(self, self.model))
         self.bridge.install()
         self._guard_all()
 
-    def _hook(self, forward: UnitForward | RootForward) -> None:
+    def _hook(self, forward: HookedForward) -> None:
         forward.install()
         self._hooked.append(forward)
 
@@ -237,6 +248,11 @@ class Run:
         self._guards[index].take_off(parameters, self._moments[index])
         self._guards[index].take_off_gradients(parameters)
 
+    def settle_idle(self, index: int) -> None:
+        """Settle the unit unless it computes now: then it wears no guard anyway."""
+        if self._users[index] == 0:
+            self.settle(index)
+
     def settle_gradients(self, index: int) -> None:
         """Wait until the unit's gradients are whole and nothing reads or writes them."""
         if self._committed[index]:
@@ -280,6 +296,7 @@ class Run:
     def _replan(self) -> None:
         """Go over to the plan that the first step speaks for."""
         self.synchronize()
+        self.bridge.adopt_states()  # the user may have cleared or replaced them
         self.plans.decide()
         self.bridge.publish_states()
         self.early.plan_changed()

@@ -95,7 +95,7 @@ class OptimizerBridge:
         self._installed = types.MethodType(step, self.optimizer)
         self.optimizer.step = self._installed  # type: ignore[method-assign]
         self._watch_loading()
-        self._adopt_states()
+        self.adopt_states()
 
     def _watch_loading(self) -> None:
         bridge = weakref.ref(self)
@@ -160,7 +160,7 @@ class OptimizerBridge:
         engine = self._run.engine
         if self._groups() != self._group_of:
             self._regroup()
-        self._adopt_states()
+        self.adopt_states()
         for u, i in engine.missing_state():
             engine.make_state(u, i)
             self._publish(u, i)
@@ -214,7 +214,7 @@ class OptimizerBridge:
 
     # ---------------------------------------------------------------- optimizer.state
 
-    def _adopt_states(self) -> None:
+    def adopt_states(self) -> None:
         """Take up state the user put there: loaded, replaced, or cleared."""
         if not self.native:
             return
@@ -226,9 +226,8 @@ class OptimizerBridge:
                 seen = self._seen.get((u, i))
                 given = state.get(parameter)
                 if not given or "exp_avg" not in given:
-                    if seen is not None:
+                    if self._seen.pop((u, i), None) is not None:
                         self._run.engine.forget_state(u, i)
-                        del self._seen[(u, i)]
                     continue
                 if seen is not None and all(given.get(k) is t for k, t in seen.items()):
                     continue
@@ -259,6 +258,23 @@ class OptimizerBridge:
         state = self._run.engine.state(u, i)
         self._seen[(u, i)] = state
         self.optimizer.state[self._run.units[u].parameters[i]].update(state)
+
+    @property
+    def state_keys(self) -> tuple[str, ...]:
+        """What the state of a parameter may consist of."""
+        more = ("max_exp_avg_sq",) if self.amsgrad else ()
+        return ("step", "exp_avg", "exp_avg_sq", *more, "master")
+
+    def memory_for_state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Return the tensors of a parameter's state, shown as the optimizer's, to be overwritten.
+
+        Nothing may be in flight.
+        """
+        u, i = self._places[id(parameter)]
+        if (u, i) not in self._seen:
+            self._run.engine.make_state(u, i)
+        self._publish(u, i)
+        return self._seen[(u, i)]
 
     def publish_states(self) -> None:
         """Show them again after they moved to another device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from autohete import checkpoint
 from autohete.config import Config
 from autohete.layout import check_types
 from autohete.planning import Plan
 from autohete.run import Run
 from autohete.run_report import RunReport, chrome_trace
+
+_PAIR = ("model", "optimizer")
 
 
 class AutoHeteWrapper(nn.Module):
@@ -173,6 +177,65 @@ class AutoHeteWrapper(nn.Module):
     def synchronize(self) -> None:
         """Wait until nothing is in flight: every tensor holds its newest value, views included."""
         self._the_run("synchronize").synchronize()
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def save_checkpoint(self, path: str | os.PathLike[str], **others: Any) -> None:
+        """Write model, optimizer and `others` to a file; it is whole at any moment, or the old one.
+
+        Plain PyTorch reads it: torch.load gives a dict with the state dicts "model" and "optimizer"
+        and one entry for each keyword. Nothing is copied in memory.
+
+        Args:
+            path: the file; it is written beside (NAME.part) and renamed.
+            others: objects with a state_dict (scheduler=scheduler, scaler=scaler), or values that
+                torch.load takes with weights_only=True (step=7).
+
+        Raises:
+            RuntimeError: another process is saving to that path.
+            OSError: it cannot be written; the old file is as it was.
+        """
+        content = {"model": self, "optimizer": self._optimizer, **others}
+        checkpoint.write_whole(path, checkpoint.content_of(content))
+
+    def load_checkpoint(self, path: str | os.PathLike[str], **others: Any) -> dict[str, Any]:
+        """Take up a file of save_checkpoint(), or one that plain PyTorch wrote with those keys.
+
+        Goes on to the bit, optimizer and fp32 masters included. Tensors are read one at a time,
+        into the memory they have. Plain PyTorch resumes with load_state_dict of what torch.load
+        gives.
+
+        Args:
+            others: objects with a load_state_dict; each gets its entry.
+
+        Returns:
+            The entries that were not asked for by keyword.
+
+        Raises:
+            ValueError: the file is not whole, or not of this model or these `others`; nothing has
+                changed.
+        """
+        file = checkpoint.SavedFile(path)
+        try:
+            saved = file.content
+            checkpoint.check_entries(saved, {"model": self, "optimizer": None, **others})
+            run = self.run
+            native = run is not None and run.bridge.native
+            if "optimizer" in saved:
+                keys = run.bridge.state_keys if run is not None and native else None
+                checkpoint.check_optimizer(self._optimizer, saved["optimizer"], keys)
+            if run is not None:
+                run.synchronize()
+            checkpoint.load_model(file, self.module, saved["model"])
+            if "optimizer" in saved:
+                make = run.bridge.memory_for_state if run is not None and native else None
+                checkpoint.load_optimizer(file, self._optimizer, saved["optimizer"], make)
+            rest = {key: file.read_all(value) for key, value in saved.items() if key not in _PAIR}
+        finally:
+            file.close()
+        for name, value in others.items():
+            value.load_state_dict(rest.pop(name))
+        return rest
 
     # ---------------------------------------------------------------- the model's own surface
 

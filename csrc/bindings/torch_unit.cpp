@@ -116,15 +116,22 @@ UnitBlocks TorchUnit::blocks() const {
   return blocks;
 }
 
+std::size_t TorchUnit::state_offset(std::size_t i, int index) const {
+  const TorchParameter& parameter = parameters_[i];
+  const int position = index > kMaxExpAvgSq && !amsgrad_ ? index - 1 : index;
+  return parameter.state_offset +
+         static_cast<std::size_t>(position) * parameter.state_array_bytes();
+}
+
+c10::Device TorchUnit::state_device() const {
+  return state_->tier() == Tier::kHost ? c10::Device(c10::kCPU) : device_;
+}
+
 // A tensor over array `index` of parameter i's state.
 HomedTensor TorchUnit::state_array(std::size_t i, int index) const {
-  const TorchParameter& parameter = parameters_[i];
-  int position = index;
-  if (index > kMaxExpAvgSq && !amsgrad_) --position;
-  const std::size_t offset =
-      parameter.state_offset + static_cast<std::size_t>(position) * parameter.state_array_bytes();
-  const c10::Device device = state_->tier() == Tier::kHost ? c10::Device(c10::kCPU) : device_;
-  const at::Tensor& value = parameter.value.tensor();
+  const std::size_t offset = state_offset(i, index);
+  const c10::Device device = state_device();
+  const at::Tensor& value = parameters_[i].value.tensor();
   at::Tensor array =
       at::empty_strided({0}, {1}, at::TensorOptions().dtype(at::kFloat).device(device));
   const std::size_t bytes = static_cast<std::size_t>(value.numel()) * sizeof(float);
@@ -205,9 +212,7 @@ void TorchUnit::leave(c10::Device device) {
 }
 
 void TorchUnit::point_parameters(const BlockPtr& block) {
-  for (TorchParameter& parameter : parameters_) {
-    if (!parameter.value.replaced()) parameter.value.point_at(block);
-  }
+  for (TorchParameter& parameter : parameters_) parameter.value.point_at(block);
 }
 
 bool TorchUnit::has_replaced() const {
@@ -308,8 +313,20 @@ bool TorchUnit::land_gradients() {
   return again;
 }
 
+void TorchUnit::forget_state(std::size_t i) {
+  TorchParameter& parameter = parameters_.at(i);
+  parameter.step = at::Tensor();
+  if (!parameter.master.defined()) return;
+  if (!parameter.master.replaced()) parameter.master.let_go(state_->tier());
+  parameter.master = state_array(i, kMaster);
+  parameter.master.tensor().copy_(parameter.value.tensor().detach());
+}
+
 void TorchUnit::make_state(std::size_t i) {
   TorchParameter& parameter = parameters_.at(i);
+  for (HomedTensor* old : {&parameter.exp_avg, &parameter.exp_avg_sq, &parameter.max_exp_avg_sq}) {
+    if (old->defined() && !old->replaced()) old->let_go(state_->tier());
+  }
   parameter.exp_avg = state_array(i, kExpAvg);
   parameter.exp_avg_sq = state_array(i, kExpAvgSq);
   parameter.exp_avg.tensor().zero_();
@@ -327,6 +344,15 @@ void TorchUnit::adopt_state(std::size_t i, at::Tensor step, at::Tensor exp_avg,
   TorchParameter& parameter = parameters_.at(i);
   const auto take = [&](HomedTensor& home, const at::Tensor& tensor, int index) {
     if (home.defined() && tensor.is_same(home.tensor()) && !home.replaced()) return;
+    if (home.defined() && !home.replaced()) home.let_go(state_->tier());
+    const bool as_ours = tensor.scalar_type() == at::kFloat && tensor.device() == state_device() &&
+                         tensor.strides() == parameter.value.tensor().strides() &&
+                         owns_its_storage(tensor) && !stands_in_a_block(tensor.storage());
+    if (as_ours) {  // the user's tensor itself, as plain PyTorch does
+      home = HomedTensor(tensor, state_offset(i, index));
+      home.move_into(state_, state_device());
+      return;
+    }
     HomedTensor fresh = state_array(i, index);
     fresh.tensor().copy_(tensor.detach());
     home = std::move(fresh);

@@ -104,12 +104,14 @@ class TorchUnit {
   bool land_gradients();
   bool gradients_leaving() const { return leaving_; }
 
-  // Makes missing moments of parameter i (zeros) and its step counter (0).
+  // Makes moments of parameter i (zeros) and its step counter (0). Tensors it had before keep their
+  // values, for who still holds them.
   void make_state(std::size_t i);
-  // The state is gone (the user cleared it); make_state() starts anew.
-  void forget_state(std::size_t i) { parameters_.at(i).step = at::Tensor(); }
-  // Takes the user's tensors as the state of parameter i: their bytes move into the state block
-  // and they become the visible ones. fp32, shaped like the parameter.
+  // The state is gone (the user cleared it): the master starts from the parameter again, the rest
+  // with make_state(). The parameter's bytes must be final.
+  void forget_state(std::size_t i);
+  // Takes the user's tensors as the state of parameter i: they become the visible ones, over the
+  // state block; those of another dtype, device or layout are copied. Shaped like the parameter.
   void adopt_state(std::size_t i, at::Tensor step, at::Tensor exp_avg, at::Tensor exp_avg_sq,
                    std::optional<at::Tensor> max_exp_avg_sq, std::optional<at::Tensor> master);
 
@@ -145,6 +147,8 @@ class TorchUnit {
   void allocate(const UnitPlan& plan, Store& store);
   bool on_host(const TorchParameter& parameter, const at::Tensor& gradient) const;
   bool changed_on_host(const TorchParameter& parameter, const at::Tensor& gradient) const;
+  std::size_t state_offset(std::size_t i, int index) const;
+  c10::Device state_device() const;
   HomedTensor state_array(std::size_t i, int index) const;
   AdamSpan span_at_home(TorchParameter& parameter, const std::vector<AdamHyper>& hypers);
 

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/util/Exception.h>
 
 #include <cstdint>
 #include <utility>
@@ -65,6 +66,10 @@ bool owns_its_storage(const at::Tensor& tensor) {
          tensor.storage().nbytes() == tensor.nbytes() && tensor.is_non_overlapping_and_dense();
 }
 
+bool stands_in_a_block(const c10::Storage& storage) {
+  return storage.data_ptr().get_deleter() == &drop_reference;
+}
+
 HomedTensor::HomedTensor(at::Tensor tensor, std::size_t offset)
     : tensor_(std::move(tensor)), offset_(offset), bytes_(tensor_.nbytes()) {}
 
@@ -73,6 +78,14 @@ void HomedTensor::move_into(const BlockPtr& block, c10::Device device) {
   AH_ASSERT(offset_ + bytes_ <= block->bytes());
   std::byte* home = block->data() + offset_;
   const bool keeps_storage = tensor_.device() == device && owns_its_storage(tensor_);
+  if (storage_ && storage_.unsafeGetStorageImpl() != tensor_.storage().unsafeGetStorageImpl()) {
+    let_go(block->tier());
+    if (!keeps_storage && tensor_.storage().use_count() > 1) {
+      TORCH_WARN_ONCE(
+          "autohete: a parameter was given a view of a larger tensor; its values were copied, so "
+          "that the larger tensor does not follow the parameter any more");
+    }
+  }
   const at::Tensor source =
       tensor_.is_non_overlapping_and_dense() ? tensor_.detach() : tensor_.detach().contiguous();
   if (bytes_ > 0 && !tensor_.is_meta() && source.data_ptr() != home)
@@ -86,8 +99,17 @@ void HomedTensor::move_into(const BlockPtr& block, c10::Device device) {
 }
 
 void HomedTensor::point_at(const BlockPtr& block) {
-  if (tensor_.storage().data() == block->data() + offset_) return;
-  point_storage(*storage_.unsafeGetStorageImpl(), block, offset_, tensor_.device());
+  if (storage_.data() == block->data() + offset_) return;
+  point_storage(*storage_.unsafeGetStorageImpl(), block, offset_, storage_.device());
+}
+
+void HomedTensor::let_go(Tier tier) {
+  // One reference is ours; the storage has another through the tensor, while that has it.
+  const bool through_tensor =
+      tensor_.storage().unsafeGetStorageImpl() == storage_.unsafeGetStorageImpl();
+  const bool held = (through_tensor && tensor_.use_count() > 1) ||
+                    storage_.use_count() > (through_tensor ? 2U : 1U);
+  if (held) copy_out(*storage_.unsafeGetStorageImpl(), tier);
 }
 
 void HomedTensor::leave(const BlockPtr& block, c10::Device device) {

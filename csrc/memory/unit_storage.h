@@ -28,6 +28,9 @@ at::Tensor tensor_over(const BlockPtr& block, std::size_t offset, const at::Tens
 // True when the storage holds exactly this tensor: no view of something larger, no gaps.
 bool owns_its_storage(const at::Tensor& tensor);
 
+// True when the storage was pointed at a block: it belongs to a unit.
+bool stands_in_a_block(const c10::Storage& storage);
+
 class HomedTensor {
  public:
   HomedTensor() = default;
@@ -41,10 +44,14 @@ class HomedTensor {
 
   // Copies the present bytes into the block and points there. A tensor that is a view of a larger
   // storage, or has gaps, first gets a storage of its own. `device` is the tensor's device from now
-  // on (a CPU tensor may become one of `cuda`).
+  // on (a CPU tensor may become one of `cuda`). Where the user replaced the storage (p.data = x)
+  // and holds the old one, that one keeps its bytes.
   void move_into(const BlockPtr& block, c10::Device device);
-  // Points at a block that already holds the bytes.
+  // Points at a block that already holds the bytes; a storage that was replaced, too.
   void point_at(const BlockPtr& block);
+  // Gives the storage memory of its own, with its present bytes, if anybody else holds it or the
+  // tensor: they keep them when the block is used for something else.
+  void let_go(Tier tier);
   // Gives the tensor torch memory of its own on `device` with the bytes it has in `block`; it is
   // not ours any more. On its present device its views follow, on another one they stay behind.
   void leave(const BlockPtr& block, c10::Device device);

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from models import batch
 from oracle import Result, adamw, assert_bit_equal, forced_plan, train
+from torch import nn
 
 from autohete import AutoHeteWrapper, CPUAdamW
+from autohete.units import find_units
 
 transformers = pytest.importorskip("transformers")
 
@@ -42,6 +45,24 @@ def build(name: str) -> Any:
             **llama_like, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True
         )
         return t.MixtralForCausalLM(config)
+    if name == "mistral":
+        return t.MistralForCausalLM(t.MistralConfig(**llama_like, sliding_window=8, head_dim=8))
+    if name == "gemma":
+        return t.GemmaForCausalLM(t.GemmaConfig(**llama_like, head_dim=8))
+    if name == "phi":
+        config = t.PhiConfig(**llama_like, resid_pdrop=0.1, embd_pdrop=0.1)
+        return t.PhiForCausalLM(config)
+    if name == "vit":
+        return t.ViTForImageClassification(
+            t.ViTConfig(
+                hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64,
+                image_size=16, patch_size=4, num_labels=10, hidden_dropout_prob=0.1,
+            )
+        )  # fmt: skip
+    if name == "encoder":
+        return Encoder()
+    if name == "encoder, norm first":
+        return Encoder(norm_first=True)
     if name == "bert":
         return t.BertForMaskedLM(
             t.BertConfig(**common, intermediate_size=64, max_position_embeddings=16)
@@ -53,8 +74,40 @@ def build(name: str) -> Any:
     return t.T5ForConditionalGeneration(config)
 
 
-NAMES = ("gpt2", "llama", "qwen2", "qwen3", "mixtral", "bert", "t5")
+class Encoder(nn.Module):
+    """torch's own encoder between an embedding and a head; padded, so that eval has a fast path."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(50, 32)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, **options)
+        self.encoder = nn.TransformerEncoder(layer, 3)
+        self.head = nn.Linear(32, 50)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+        padded = torch.zeros(input_ids.shape, dtype=torch.bool)
+        padded[0, -3:] = True
+        x = self.encoder(self.tokens(input_ids), src_key_padding_mask=padded)
+        logits = self.head(x)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return SimpleNamespace(loss=loss, logits=logits)
+
+
+NAMES = (
+    "gpt2", "llama", "qwen2", "qwen3", "mistral", "gemma", "mixtral", "phi", "bert", "t5", "vit",
+    "encoder",
+)  # fmt: skip
+MIXED = ("all+c", "state", "device+c", "all", "state+c")
+
+
+def mixed_plan(model: nn.Module) -> Any:
+    """Every kind of placement in turn, from unit to unit."""
+    kinds = {index: MIXED[index % len(MIXED)] for index in range(len(find_units(model)))}
+    return forced_plan(model, kinds)
+
+
 PLANS: dict[str, dict[str, Any]] = {
+    "mixed": {"plan": mixed_plan},
     "all+c": {"plan": partial(forced_plan, kinds="all+c")},
     "state": {"plan": partial(forced_plan, kinds="state")},
     "planned": {"gpu_mem": "8MiB"},
@@ -62,12 +115,22 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def loop(model: Any, optimizer: Any, step: int) -> float:
-    tokens = batch(step)[0].contiguous()
-    loss = model(input_ids=tokens, labels=tokens).loss
+    loss = model(**inputs(model, step)).loss
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()
+
+
+def inputs(model: Any, step: int) -> dict[str, Any]:
+    if hasattr(model, "vit"):
+        generator = torch.Generator().manual_seed(step)
+        return {
+            "pixel_values": torch.randn(3, 3, 16, 16, generator=generator),
+            "labels": torch.randint(0, 10, (3,), generator=generator),
+        }
+    tokens = batch(step)[0].contiguous()
+    return {"input_ids": tokens, "labels": tokens}
 
 
 @cache
@@ -75,13 +138,43 @@ def plain(name: str) -> Result:
     return train(wrap=None, steps=STEPS, build=partial(build, name), loop=loop)
 
 
-@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", NAMES)
-def test_models_of_transformers_give_the_bits_of_plain_training(name, plan):
+def test_model_definitions_nobody_here_wrote_give_the_bits_of_plain_training(name):
+    ours = train(wrap=PLANS["mixed"], steps=STEPS, build=partial(build, name), loop=loop)
+    assert_bit_equal(ours, plain(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [name for name in PLANS if name != "mixed"])
+@pytest.mark.parametrize("name", NAMES)
+def test_model_definitions_give_the_bits_of_plain_training_under_every_plan(name, plan):
     ours = train(wrap=PLANS[plan], steps=STEPS, build=partial(build, name), loop=loop)
     assert_bit_equal(ours, plain(name))
 
 
+@pytest.mark.parametrize("name", ["encoder", "encoder, norm first", "gpt2", "mixtral", "vit"])
+def test_outputs_in_eval_right_after_a_step_are_those_of_plain_training(name):
+    def evaluating(written: list[Any]) -> Callable[..., float]:
+        def run(model: Any, optimizer: Any, step: int) -> float:
+            loss = loop(model, optimizer, step)
+            model.eval()
+            with torch.no_grad():
+                written.append(model(**inputs(model, step + 50)).logits.clone())
+            model.train()
+            return loss
+
+        return run
+
+    expected: list[Any] = []
+    reference = train(wrap=None, steps=3, build=partial(build, name), loop=evaluating(expected))
+    for plan in ("mixed", "all+c"):
+        ours: list[Any] = []
+        result = train(wrap=PLANS[plan], steps=3, build=partial(build, name), loop=evaluating(ours))
+        assert_bit_equal(result, reference)
+        assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
 def test_gradient_checkpointing_enable_changes_no_bit(name, reentrant):
