@@ -156,6 +156,8 @@ def _fake_model(model: Any, dtype: torch.dtype) -> nn.Module:
         ) from error
     built: Any = AutoModelForCausalLM.from_config(model)
     built.config.use_cache = False
+    if getattr(built, "loss_type", "") is None:  # else transformers warns, and takes this one
+        built.loss_type = "ForCausalLM"
     return _fake_copy(built, dtype).train()
 
 
