@@ -35,12 +35,16 @@ class RunTrace:
         self._clock: Any = _CudaClock() if side.torch_device.type == "cuda" else time.perf_counter
 
     def begins(self, unit: int, what: str) -> None:
-        """The unit is about to compute."""
+        """The unit is about to compute; a backward ends the one before it."""
         self._sample()
+        if what == "backward" and self._open and self._open[-1][1] == what:
+            self.ends(self._open[-1][0], what)
         self._open.append((unit, what, self._clock()))
 
     def ends(self, unit: int, what: str) -> None:
         """It has; what was begun inside it and left by an exception is forgotten."""
+        if (unit, what) not in [(u, w) for u, w, _ in self._open]:
+            return
         self._sample()
         while self._open:
             begun_unit, begun_what, begin = self._open.pop()
