@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from autohete.cli.output import print_json, working
+from autohete.cli.quick import without_compiler
 
 if TYPE_CHECKING:
     from autohete.planning.plan_report import PlanReport
@@ -70,13 +73,20 @@ def command(
     if sweep is not None:
         _sweep(model, gpu, sweep, figure, as_json, choices)
         return
-    with working("planning"):
+    with working("planning"), _quick(model, choices):
         from autohete.planning import plan_for
 
         report = plan_for(model, gpu, choices.pop("batch"), choices.pop("seq"), **choices)
         if figure is not None:
             _draw(figure, report)
     print(report.to_json() if as_json else report)
+
+
+def _quick(model: str, choices: dict[str, Any]) -> AbstractContextManager[None]:
+    """A preset needs no compiler; a config.json is run by transformers, which imports it."""
+    if Path(model).is_file() or choices.get("precision") == "autocast":
+        return nullcontext()
+    return without_compiler()
 
 
 def _draw(path: str, report: PlanReport) -> None:
@@ -89,7 +99,7 @@ def _draw(path: str, report: PlanReport) -> None:
 def _sweep(
     model: str, gpu: str, over: str, figure: str | None, as_json: bool, choices: dict[str, Any]
 ) -> None:
-    with working("planning"):
+    with working("planning"), _quick(model, choices):
         from autohete.planning.sweep import format_sweep, sweep_batch, sweep_gpu_mem
 
         batch, seq = choices.pop("batch"), choices.pop("seq")
