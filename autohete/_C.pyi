@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections.abc
 import torch
 import typing
-__all__: list[str] = ['ActivationRule', 'AdamHyper', 'Budgets', 'CopyDirection', 'DeviceHandle', 'Direction', 'Engine', 'Formulation', 'Goal', 'HardwareProfile', 'HostMachine', 'InfeasibleError', 'Plan', 'PlannerOptions', 'Profile', 'Segment', 'SegmentCounts', 'SimulatedLane', 'SimulatedSpan', 'Simulation', 'SimulationPolicy', 'Tier', 'UNIT_EVENTS', 'UnitPlan', 'UnitProfile', 'UpdateStats', 'Workers', 'adamw_', 'cast_', 'cgroup_cpu_quota', 'content_hash', 'copy_', 'cpu_features', 'cpus_for_rank', 'decode_plan', 'default_num_workers', 'device_peak_bytes', 'finish_plan', 'formulate', 'gradient_stats', 'host_bytes', 'lane_seconds', 'minimum_device_bytes', 'minimum_host_bytes', 'next_unit_state', 'next_use_distance', 'policy_of', 'predict_plan', 'release_file_pages', 'require_feasible', 'require_within', 'search_plan', 'simulate', 'squared_norm', 'validate_hardware', 'validate_plan', 'validate_profile']
+__all__: list[str] = ['ActivationRule', 'AdamHyper', 'Budgets', 'CopyDirection', 'DeviceHandle', 'Direction', 'Engine', 'Formulation', 'Goal', 'HardwareProfile', 'HostMachine', 'InfeasibleError', 'Plan', 'PlannerOptions', 'Profile', 'Segment', 'SegmentCounts', 'SimulatedLane', 'SimulatedSpan', 'Simulation', 'SimulationPolicy', 'Tier', 'UNIT_EVENTS', 'UnitPlan', 'UnitProfile', 'UpdateStats', 'Workers', 'adamw_', 'cast_', 'cgroup_cpu_quota', 'content_hash', 'copy_', 'cpu_features', 'cpus_for_rank', 'decode_plan', 'default_num_workers', 'device_peak_bytes', 'device_visits', 'finish_plan', 'formulate', 'gradient_stats', 'host_bytes', 'lane_seconds', 'minimum_device_bytes', 'minimum_host_bytes', 'next_unit_state', 'next_use_distance', 'policy_of', 'predict_plan', 'release_file_pages', 'require_feasible', 'require_within', 'search_plan', 'simulate', 'squared_norm', 'validate_hardware', 'validate_plan', 'validate_profile']
 class AdamHyper:
     """
     What one update of Adam or AdamW is made with.
@@ -857,6 +857,10 @@ def default_num_workers() -> int:
     """
 def device_peak_bytes(profile: Profile, plan: Plan) -> int:
     ...
+def device_visits(profile: Profile, plan: Plan) -> list[typing.Any]:
+    """
+    (unit, whether backward, bytes on the device), in the order of a step.
+    """
 def finish_plan(profile: Profile, formulation: Formulation, counts: collections.abc.Sequence[SegmentCounts], options: PlannerOptions, solver: str) -> Plan:
     ...
 def formulate(profile: Profile, budgets: Budgets, options: PlannerOptions) -> Formulation:

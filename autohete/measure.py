@@ -63,6 +63,8 @@ class StepMeter:
         self._peak = 0
         self._outside_peak = 0
         self._open_backward: int | None = None
+        self._in_units = False
+        """Whether backward has left the loss."""
         self.complete = False
 
     def begin(self) -> None:
@@ -95,10 +97,14 @@ class StepMeter:
         self._after_forward = self._side.used()
 
     def backward_begins(self, unit: int) -> None:
+        # The hook that opens a unit runs before the one that closes the unit after it: both hang
+        # on the tensor between them, in the order of the forward.
+        if self._open_backward is not None:
+            self.backward_ends(self._open_backward)
         peak = self._take_peak()
-        if self._open_backward is None:
+        if not self._in_units:
             self._outside_peak = max(self._outside_peak, peak - self._after_forward)
-        self._open_backward = unit
+        self._open_backward, self._in_units = unit, True
         self._start = (self._side.clock(), self._side.used())
 
     def recomputed(self, unit: int, seconds: float, used_before: int) -> None:
@@ -111,6 +117,7 @@ class StepMeter:
     def backward_ends(self, unit: int) -> None:
         if self._open_backward != unit:
             return
+        self._open_backward = None
         seconds, used = self._start
         measure = self.measures[unit]
         measure.backward_seconds += max(

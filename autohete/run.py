@@ -42,6 +42,7 @@ from autohete.layout import (
 )
 from autohete.planning import Plan, format_bytes
 from autohete.run_plan import RunPlan
+from autohete.run_trace import RunTrace
 from autohete.stepping import OptimizerBridge
 from autohete.units import Unit, find_units
 
@@ -94,6 +95,7 @@ class Run:
         self.plans = RunPlan(config, self.units, self.bridge, self.side, self.engine, self.cpu_mem)
         self.step_seconds: list[float] = []
         self.num_steps = 0
+        self.trace: RunTrace | None = None  # while the user wants one
         self._hooked: list[HookedForward] = []
         self._guards = [self._make_guard(index) for index in range(len(self.units))]
         self._moments: list[list[Tensor]] = [[] for _ in self.units]
@@ -276,9 +278,11 @@ class Run:
     # ---------------------------------------------------------------- forward and backward
 
     def metered(self, forward: UnitForward) -> Callable[..., Any]:
-        """The unit's own forward, watched while the first step is measured."""
-        meter = self.plans.measuring()
-        return meter.metered(forward.unit, forward.forward) if meter else forward.forward
+        """The unit's own forward, watched while the first step is measured or a trace is on."""
+        inner: Callable[..., Any] = forward.forward
+        if meter := self.plans.measuring():
+            inner = meter.metered(forward.unit, inner)
+        return self.trace.recomputing(forward.unit, inner) if self.trace else inner
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tracked = torch.is_grad_enabled()
@@ -316,8 +320,12 @@ class Run:
             self._acquire(index, _C.Direction.BACKWARD if backward else direction)
         if tracked and not backward and (meter := self.plans.measuring()):
             meter.forward_begins(index)
+        if self.trace:
+            self.trace.begins(index, "recompute" if backward else "forward")
 
     def leave_forward(self, index: int, tracked: bool) -> None:
+        if self.trace:
+            self.trace.ends(index, "recompute" if in_backward() else "forward")
         if tracked and not in_backward() and (meter := self.plans.measuring()):
             meter.forward_ends(index)
         if self.plans.is_managed(index):
@@ -348,18 +356,23 @@ class Run:
 
     def enter_backward(self, call: UnitCall) -> None:
         self.begin_backward()
-        if not self.plans.is_managed(call.unit) and not self.plans.measuring():
+        watched = self.plans.measuring() or self.trace
+        if not self.plans.is_managed(call.unit) and not watched:
             return
         self._open_calls.append(call)
         if self.plans.is_managed(call.unit):
             self._acquire(call.unit, _C.Direction.BACKWARD)
         if meter := self.plans.measuring():
             meter.backward_begins(call.unit)
+        if self.trace:
+            self.trace.begins(call.unit, "backward")
 
     def leave_backward(self, call: UnitCall) -> None:
         if call not in self._open_calls:
             return
         self._open_calls.remove(call)
+        if self.trace:
+            self.trace.ends(call.unit, "backward")
         if meter := self.plans.measuring():
             meter.backward_ends(call.unit)
         if self.plans.is_managed(call.unit):
@@ -371,8 +384,10 @@ class Run:
     def end_backward(self) -> None:
         """The outermost backward is over: all gradients are final."""
         self._backward_open = False
-        for call in self._open_calls:
+        for call in reversed(self._open_calls):
             call.is_open = False
+            if self.trace:
+                self.trace.ends(call.unit, "backward")
         self._open_calls.clear()
         if meter := self.plans.measuring():
             meter.backward_over()

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field, fields
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from autohete.planning import format_bytes
+from autohete.planning import Plan, Profile, format_bytes
+from autohete.run_trace import Sample, Span
 
 if TYPE_CHECKING:
     from autohete.run import Run
 
 LANES = ("compute", "H2D", "D2H", "CPU")
+
+
+@dataclass(frozen=True)
+class RunDetails:
+    """What the pictures of a run are drawn from."""
+
+    unit_names: list[str]
+    plan: Plan | None = None
+    profile: Profile | None = None
+    spans: list[Span] = field(default_factory=list)
+    """Of the trace, if one is on."""
+    samples: list[Sample] = field(default_factory=list)
+    passes: int = 1
+    """Forward passes of one step."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +51,8 @@ class RunReport:
     wait_update_seconds: float
     wait_upload_seconds: float
     wait_gradients_seconds: float
+    step_seconds_last: float | None = None
+    details: RunDetails | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(cls, run: Run) -> RunReport:
@@ -50,6 +68,8 @@ class RunReport:
             host_peak_measured_bytes=run.side.host_peak(),
             step_seconds_predicted=(plan.step_seconds or None) if plan else None,
             step_seconds_measured=median(run.step_seconds) if run.step_seconds else None,
+            step_seconds_last=run.step_seconds[-1] if run.step_seconds else None,
+            details=_details_of(run),
             **{
                 k: counters[k]
                 for k in (
@@ -62,6 +82,31 @@ class RunReport:
                 )
             },
         )
+
+    def figures(self) -> dict[str, Any]:
+        """Return every figure by its name, without the details."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "details"}
+
+    def metrics(self) -> dict[str, float]:
+        """Return the figures that are numbers, named for a logger: "autohete/h2d_bytes", ..."""
+        waits = ("wait_update_seconds", "wait_upload_seconds", "wait_gradients_seconds")
+        numbers = {
+            f"autohete/{name}": float(value)
+            for name, value in self.figures().items()
+            if isinstance(value, (int, float))
+        }
+        return numbers | {"autohete/waited_seconds": sum(getattr(self, name) for name in waits)}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the report, and the trace if one is on, to a file for `autohete report`."""
+        from autohete.run_file import save_run
+
+        save_run(path, self)
+
+    def _repr_html_(self) -> str:
+        from autohete.report.notebook import report_html
+
+        return report_html(self)
 
     def __str__(self) -> str:
         def size(value: int | None) -> str:
@@ -87,6 +132,18 @@ class RunReport:
                 f"{self.wait_gradients_seconds:.3f} s for gradients",
             )
         )
+
+
+def _details_of(run: Run) -> RunDetails:
+    trace = run.trace
+    return RunDetails(
+        unit_names=[unit.name for unit in run.units],
+        plan=run.plan,
+        profile=run.profile,
+        spans=trace.spans() if trace else [],
+        samples=list(trace.samples) if trace else [],
+        passes=run.config.gradient_accumulation_steps,
+    )
 
 
 def chrome_trace(spans: list[tuple[Any, ...]], unit_names: list[str]) -> dict[str, Any]:

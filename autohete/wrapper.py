@@ -18,6 +18,7 @@ from autohete.layout import check_types
 from autohete.planning import Plan
 from autohete.run import Run
 from autohete.run_report import RunReport, chrome_trace
+from autohete.run_trace import RunTrace
 
 _PAIR = ("model", "optimizer")
 
@@ -162,15 +163,32 @@ class AutoHeteWrapper(nn.Module):
         """Return what was predicted and measured so far."""
         return RunReport.of(self._the_run("report"))
 
+    def metrics(self) -> dict[str, float]:
+        """Return this step's figures for a logger (TensorBoard, W&B): names and numbers."""
+        return self.report().metrics()
+
     def trace(self, path: str | Path | None = None) -> None:
-        """Record every lane's work from now on; with `path`, write a Chrome trace and stop."""
+        """Record every lane's work from now on; with `path`, write a Chrome trace and stop.
+
+        While a trace is on, report() holds it too, and draws it beside the prediction.
+
+        Raises:
+            ValueError: `path` is given and no trace is on.
+        """
         run = self._the_run("trace")
-        run.plans.tracing = path is None
         if path is None:
+            run.plans.tracing = True
             run.engine.record_timeline(True)
+            run.trace = RunTrace(run.side, run.engine)
             return
+        if run.trace is None:
+            raise ValueError(
+                "AutoHeteWrapper.trace: no trace is on, expected trace() before the steps that "
+                "it shall hold; call trace(), train some steps, then trace(path)"
+            )
         run.synchronize()
-        spans = run.engine.take_timeline()
+        spans = run.trace.spans()
+        run.plans.tracing, run.trace = False, None
         run.engine.record_timeline(False)
         Path(path).write_text(json.dumps(chrome_trace(spans, [u.name for u in run.units])))
 

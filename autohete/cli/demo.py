@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from autohete.cli.output import print_json, print_rows
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,7 +70,7 @@ def command(as_json: bool, check: bool, **choices: Any) -> None:
         with _Progress(console, demo.options, "plain PyTorch") as progress:
             result.differences = demo.check(job, progress.on_step)
     if as_json:
-        print(json.dumps(_as_dict(result)))
+        print_json(_as_dict(result))
     else:
         _conclude(console, result)
     if result.differences is not None and result.differences.largest != 0:
@@ -111,7 +112,6 @@ def _options(
 
 def _introduce(console: Console, demo: Demo) -> None:
     from autohete.planning.sizes import format_bytes
-    from autohete.report.tables import facts_table
 
     need = demo.need
     facts = [
@@ -129,7 +129,7 @@ def _introduce(console: Console, demo: Demo) -> None:
         f"GPT of {demo.options.model.num_layers} layers, {millions:.1f} M parameters; text: "
         f"{len(demo.text.training) / 1e6:.1f} MB of Python's standard library"
     )
-    console.print(facts_table("what plain training needs on the device", facts))
+    print_rows("what plain training needs on the device", facts, err=console.stderr)
 
 
 class _Progress:
@@ -156,12 +156,17 @@ class _Progress:
         self._bar.stop()
 
     def _show_plan(self, model: Any) -> None:
+        from autohete.planning import format_plan
         from autohete.report.tables import plan_table
 
         plan = getattr(model, "plan", None)
         if plan is not None and plan is not self._plan_shown:
             profile = getattr(getattr(model, "run", None), "profile", None)
-            self._bar.console.print(plan_table(plan, profile))
+            console = self._bar.console
+            if console.is_terminal:
+                console.print(plan_table(plan, profile))
+            else:
+                console.out(format_plan(plan, profile), highlight=False)
             self._plan_shown = plan
 
     @property
@@ -176,7 +181,7 @@ class _Progress:
 
 def _conclude(console: Console, result: DemoResult) -> None:
     from autohete.planning.sizes import format_bytes
-    from autohete.report.tables import facts_table, report_facts
+    from autohete.report.tables import report_facts
 
     facts = [("device memory: plain training needs", format_bytes(result.need.total))]
     if result.report is not None:
@@ -186,13 +191,13 @@ def _conclude(console: Console, result: DemoResult) -> None:
         ("held-out loss before (nats per byte)", f"{result.loss_before:.3f}"),
         ("held-out loss after", f"{result.loss_after:.3f}"),
     ]
-    console.print(facts_table("what happened", facts))
+    print_rows("what happened", facts)
     console.print("a sample of what it writes now:", style="bold")
     console.print(result.sample, markup=False, highlight=False)
     if result.differences is not None:
         different = dataclasses.asdict(result.differences).items()
         title = "largest difference from plain PyTorch with autohete.CPUAdamW"
-        console.print(facts_table(title, [(name, repr(value)) for name, value in different]))
+        print_rows(title, [(name, repr(value)) for name, value in different])
 
 
 def _as_dict(result: DemoResult) -> dict[str, Any]:

@@ -15,12 +15,25 @@ from autohete._version import __version__
 
 # name -> module; imported only when called, so `autohete --help` needs no torch.
 SUBCOMMANDS = {
+    "compare": "autohete.cli.compare",
+    "completion": "autohete.cli.completion",
     "demo": "autohete.cli.demo",
     "doctor": "autohete.cli.doctor",
     "plan": "autohete.cli.plan",
     "profile": "autohete.cli.profile",
+    "report": "autohete.cli.report",
     "simulate": "autohete.cli.simulate",
+    "trace": "autohete.cli.trace",
 }
+
+
+_EPILOG = """\b
+Examples:
+  autohete doctor                                 is everything here?
+  autohete demo                                   train a GPT in a third of the memory it needs
+  autohete plan 7b --gpu a100-40 --batch 4        would it fit, what leaves, how fast?
+  autohete report 7b --gpu a100-40 --batch 4      the same as a page with figures
+"""
 
 
 class LazyGroup(click.Group):
@@ -39,7 +52,7 @@ class LazyGroup(click.Group):
 @click.command(
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Example: autohete doctor",
+    epilog=_EPILOG,
 )
 @click.version_option(__version__, "--version", prog_name="autohete")
 def group() -> None:
@@ -50,6 +63,6 @@ def main() -> None:
     """Run the command line; contract and machine errors end in one line and exit code 1."""
     try:
         group(prog_name="autohete")
-    except (ImportError, ValueError, RuntimeError) as error:
+    except (ImportError, OSError, ValueError, RuntimeError) as error:
         print(f"autohete: {error}".replace("autohete: autohete: ", "autohete: "), file=sys.stderr)
         sys.exit(1)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
+
+from autohete.cli.output import print_json, working
+from autohete.cli.quick import without_compiler
+
+if TYPE_CHECKING:
+    from autohete.planning.plan_report import PlanReport
 
 _EPILOG = """\b
 Examples:
   autohete plan 7b --gpu a100-40 --batch 4 --seq 1024
   autohete plan gpt2-xl --gpu a100-40 --gpu-mem 12GiB --json
-  autohete plan 7b --gpu a100-40 --sweep batch --plot curve.png
+  autohete plan 7b --gpu a100-40 --batch 4 --figure plan.svg
+  autohete plan 7b --gpu a100-40 --sweep batch --figure curve.png
   autohete plan 7b --gpu a100-40 --batch 4 --sweep gpu_mem --json
   autohete plan ./config.json --gpu h100 --batch 8 --seq 2048 --strategy zero_offload
 Neither a GPU nor weights are needed. Exit code 1 when no plan fits; the smallest sizes that would
@@ -44,14 +52,16 @@ are named.
 @click.option(
     "--sweep", type=click.Choice(["batch", "gpu_mem"]), help="Plan over a range, one line each."
 )
-@click.option("--plot", type=click.Path(dir_okay=False), help="Draw the sweep to this file.")
+@click.option(
+    "--figure", type=click.Path(dir_okay=False), help="Draw to this .svg, .png or .pdf file."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the plan and its figures as JSON.")
 def command(
     model: str | None,
     named: str | None,
     gpu: str,
     sweep: str | None,
-    plot: str | None,
+    figure: str | None,
     as_json: bool,
     **choices: Any,
 ) -> None:
@@ -61,29 +71,48 @@ def command(
     model = model or named or ""
     choices = {name: value for name, value in choices.items() if value is not None}
     if sweep is not None:
-        _sweep(model, gpu, sweep, plot, as_json, choices)
+        _sweep(model, gpu, sweep, figure, as_json, choices)
         return
-    if plot is not None:
-        raise click.UsageError("--plot draws a sweep; give --sweep batch or --sweep gpu_mem")
-    from autohete.planning import plan_for
+    with working("planning"), _quick(model, choices):
+        from autohete.planning import plan_for
 
-    report = plan_for(model, gpu, choices.pop("batch"), choices.pop("seq"), **choices)
+        report = plan_for(model, gpu, choices.pop("batch"), choices.pop("seq"), **choices)
+        if figure is not None:
+            _draw(figure, report)
     print(report.to_json() if as_json else report)
 
 
-def _sweep(
-    model: str, gpu: str, over: str, plot: str | None, as_json: bool, choices: dict[str, Any]
-) -> None:
-    from autohete.planning.sweep import draw_sweep, format_sweep, sweep_batch, sweep_gpu_mem
+def _quick(model: str, choices: dict[str, Any]) -> AbstractContextManager[None]:
+    """A preset needs no compiler; a config.json is run by transformers, which imports it."""
+    if Path(model).is_file() or choices.get("precision") == "autocast":
+        return nullcontext()
+    return without_compiler()
 
-    batch, seq = choices.pop("batch"), choices.pop("seq")
-    if over == "batch":
-        points = sweep_batch(model, gpu, seq, **choices)
-    else:
-        points = sweep_gpu_mem(model, gpu, batch, seq, **choices)
-    if plot is not None:
-        draw_sweep(plot, over, points)
+
+def _draw(path: str, report: PlanReport) -> None:
+    from autohete.report.content import content_of_plan_report
+    from autohete.report.pictures import save_picture
+
+    save_picture(path, content_of_plan_report(report).figures())
+
+
+def _sweep(
+    model: str, gpu: str, over: str, figure: str | None, as_json: bool, choices: dict[str, Any]
+) -> None:
+    with working("planning"), _quick(model, choices):
+        from autohete.planning.sweep import format_sweep, sweep_batch, sweep_gpu_mem
+
+        batch, seq = choices.pop("batch"), choices.pop("seq")
+        if over == "batch":
+            points = sweep_batch(model, gpu, seq, **choices)
+        else:
+            points = sweep_gpu_mem(model, gpu, batch, seq, **choices)
+        if figure is not None:
+            from autohete.report.content import content_of_sweep
+            from autohete.report.pictures import save_picture
+
+            save_picture(figure, content_of_sweep(over, points).figures())
     if as_json:
-        print(json.dumps([point.to_dict() for point in points], indent=1))
+        print_json([point.to_dict() for point in points])
     else:
         print(format_sweep(over, points))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import click
 
-_EPILOG = """\\b
+from autohete.cli.output import print_json, working
+
+_EPILOG = """\b
 Examples:
   autohete profile --hardware
   autohete profile --hardware --refresh --json
@@ -30,7 +30,7 @@ needs no GPU and writes what `autohete simulate` reads.
     show_default=True,
     help="Where the model's profile goes.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the machine's figures as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def command(
     model: str | None,
     hardware: bool,
@@ -45,19 +45,26 @@ def command(
     if hardware == (model is not None):
         raise click.UsageError("give --hardware or a model")
     if model is not None:
-        _write_profile(model, gpu, batch, seq, output)
+        _write_profile(model, gpu, batch, seq, output, as_json)
         return
     from autohete.planning.machine import measure_machine, report_to_dict
 
     report = measure_machine(
         refresh=refresh, progress=lambda text: click.echo(f"measuring: {text}", err=True)
     )
-    click.echo(json.dumps(report_to_dict(report), indent=1) if as_json else str(report))
+    if as_json:
+        print_json(report_to_dict(report))
+    else:
+        click.echo(str(report))
 
 
-def _write_profile(model: str, gpu: str, batch: int, seq: int, output: str) -> None:
-    from autohete.planning import plan_for, save_profile
+def _write_profile(model: str, gpu: str, batch: int, seq: int, output: str, as_json: bool) -> None:
+    with working("describing the model"):
+        from autohete.planning import plan_for, save_profile
 
-    report = plan_for(model, gpu, batch, seq, suggest=False)
+        report = plan_for(model, gpu, batch, seq, suggest=False)
     save_profile(output, report.profile, report.plan)
+    if as_json:
+        print_json({"profile": output, **report.to_dict()})
+        return
     click.echo(f"{output}: {len(report.profile.units)} units of {model}, and a plan for {gpu}")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import click
+
+from autohete.cli.output import print_json, working
 
 _EPILOG = """\b
 Examples:
@@ -12,6 +12,7 @@ Examples:
   autohete simulate autohete_profile.json --gpu-mem 24GiB --strategy zero_offload
   autohete simulate autohete_profile.json --without fifo --trace trace.json
   autohete simulate autohete_profile.json --gpu-mem 24GiB --compare
+  autohete simulate autohete_profile.json --figure lanes.svg
   autohete simulate --table paper
 The trace opens in Perfetto or chrome://tracing. Without --gpu-mem the plan in the file is used.
 """
@@ -36,6 +37,9 @@ The trace opens in Perfetto or chrome://tracing. Without --gpu-mem the plan in t
     "--table", type=click.Choice(["paper"]), help="Print the paper's tables beside simulated ones."
 )
 @click.option("--trace", type=click.Path(dir_okay=False), help="Write the lanes' work here.")
+@click.option(
+    "--figure", type=click.Path(dir_okay=False), help="Draw to this .svg, .png or .pdf file."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def command(
     profile: str | None,
@@ -46,6 +50,7 @@ def command(
     compare: bool,
     table: str | None,
     trace: str | None,
+    figure: str | None,
     as_json: bool,
 ) -> None:
     """Simulate the steps of a plan, from an autohete_profile.json."""
@@ -69,6 +74,11 @@ def command(
     simulation = simulate(measured, plan, without=without)
     if trace is not None:
         write_trace(trace, measured, simulation)
+    if figure is not None:
+        from autohete.report.content import content_of_plan
+        from autohete.report.pictures import save_picture
+
+        save_picture(figure, content_of_plan(plan, measured).figures())
     figures = {
         "strategy": plan.strategy,
         "without": list(without),
@@ -77,7 +87,7 @@ def command(
         "compute_seconds": simulation.compute_seconds,
     }
     if as_json:
-        print(json.dumps(figures))
+        print_json(figures)
         return
     busy = simulation.compute_seconds / simulation.step_seconds
     print(plan)
@@ -87,8 +97,12 @@ def command(
 def _print_paper_table(as_json: bool) -> None:
     from autohete.planning.paper_table import format_paper_comparison, paper_comparison
 
-    figures = paper_comparison()
-    print(json.dumps(figures, indent=1) if as_json else format_paper_comparison(figures))
+    with working("simulating"):
+        figures = paper_comparison()
+    if as_json:
+        print_json(figures)
+    else:
+        print(format_paper_comparison(figures))
 
 
 def _print_comparison(profile: str, gpu_mem: str, cpu_mem: str | None, as_json: bool) -> None:
@@ -96,9 +110,10 @@ def _print_comparison(profile: str, gpu_mem: str, cpu_mem: str | None, as_json: 
     from autohete.planning.compare import compare_ablations, results_to_dict
 
     measured, _ = load_profile(profile)
-    results = compare_strategies(measured, gpu_mem, cpu_mem)
-    results += compare_ablations(measured, gpu_mem, cpu_mem)
+    with working("planning with each strategy"):
+        results = compare_strategies(measured, gpu_mem, cpu_mem)
+        results += compare_ablations(measured, gpu_mem, cpu_mem)
     if as_json:
-        print(json.dumps(results_to_dict(results), indent=1))
+        print_json(results_to_dict(results))
     else:
         print(format_comparison(results))

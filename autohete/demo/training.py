@@ -132,7 +132,7 @@ class Demo:
             model = AutoHeteWrapper(
                 model, optimizer, gpu_mem=self.gpu_mem, cpu_mem=options.cpu_mem
             ).to(options.torch_device)
-        return self._job(model, optimizer)
+        return self.job(model, optimizer)
 
     def run(self, job: Job, on_step: OnStep) -> DemoResult:
         """Train, evaluate before and after, generate."""
@@ -163,7 +163,7 @@ class Demo:
         from autohete import CPUAdamW
 
         model = copy.deepcopy(self.initial)
-        reference = self._job(model, CPUAdamW(model.parameters(), lr=options.learning_rate))
+        reference = self.job(model, CPUAdamW(model.parameters(), lr=options.learning_rate))
         torch.manual_seed(options.seed)
         train(reference, options.steps, "cpu", on_step)
         return differences(job, reference)
@@ -183,7 +183,7 @@ class Demo:
         model.train(was_training)
         return math.fsum(losses) / len(losses)
 
-    def _job(self, model: nn.Module, optimizer: Optimizer) -> Job:
+    def job(self, model: nn.Module, optimizer: Optimizer) -> Job:
         scheduler = LambdaLR(optimizer, _warmup_then_cosine(self.options.steps))
         return Job(model, optimizer, scheduler, self._batches())
 

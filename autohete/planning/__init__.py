@@ -12,10 +12,12 @@ from autohete._C import (
     InfeasibleError,
     Plan,
     Profile,
+    Simulation,
     Tier,
     UnitPlan,
     UnitProfile,
     device_peak_bytes,
+    device_visits,
     host_bytes,
     lane_seconds,
 )
@@ -37,6 +39,7 @@ __all__ = [
     "Plan",
     "PlanRow",
     "Profile",
+    "Simulation",
     "Tier",
     "UnitPlan",
     "UnitProfile",
@@ -44,6 +47,7 @@ __all__ = [
     "compare_strategies",
     "describe_model",
     "device_peak_bytes",
+    "device_visits",
     "find_machine",
     "format_bytes",
     "format_comparison",
@@ -83,6 +87,20 @@ def _describe_plan(plan: Plan) -> str:
     return f"<Plan of {len(plan.units)} units, strategy {plan.strategy}>"
 
 
+def _plan_html(plan: Plan) -> str:
+    from autohete.report.notebook import plan_html
+
+    return plan_html(plan)
+
+
+def _simulation_html(simulation: Simulation) -> str:
+    from autohete.report.notebook import simulation_html
+
+    return simulation_html(simulation)
+
+
 # setattr: a native class, whose methods a type checker takes as fixed.
 setattr(Plan, "__str__", format_plan)  # noqa: B010
 setattr(Plan, "__repr__", _describe_plan)  # noqa: B010
+setattr(Plan, "_repr_html_", _plan_html)  # noqa: B010
+setattr(Simulation, "_repr_html_", _simulation_html)  # noqa: B010

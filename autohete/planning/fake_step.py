@@ -58,6 +58,10 @@ class StepRecorder(TorchDispatchMode):
         self._base = 0
         self._kept: list[torch.Tensor] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and to skip it torch imports it: a second
+
     # ---- the step
     def run(self, ids: torch.Tensor, autocast: torch.dtype | None = None) -> None:
         """Forward and backward once; `autocast` is the dtype to compute in, None for none."""

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from autohete import _C
+from autohete.planning.gpt2_shape import GPT2Shape
 from autohete.planning.library import Machine, find_machine, profile_on
 from autohete.planning.make_plan import Size, make_plan, minimum_gpu_mem
-from autohete.planning.model_profile import ModelDescription, describe_model
+from autohete.planning.model_profile import ModelDescription, describe_gpt2, describe_model
 from autohete.planning.profile_file import plan_to_dict
 from autohete.planning.sizes import format_bytes, parse_bytes
 from autohete.planning.table import PlanRow, format_plan, plan_rows
@@ -131,35 +132,43 @@ def reason_of(row: PlanRow, profile: _C.Profile) -> str:
     return f"{row.names}: " + ("; ".join(parts) or "stays whole on the device, there is room")
 
 
-def load_model_config(model: str) -> tuple[Any, int | None]:
-    """Return (configuration, number of layers to repeat) for a name or a config.json."""
+def load_model_config(path: Path) -> Any:
+    """Return the configuration in a Hugging Face config.json.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        kind = data.pop("model_type")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(
+            f"model is {str(path)!r}, which is no Hugging Face config.json with a model_type; give "
+            f"one, or one of {', '.join(PRESETS)}"
+        ) from None
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(kind, **data)
+
+
+def describe_named(model: str, batch: int, seq: int, precision: str) -> ModelDescription:
+    """Describe a preset or a config.json."""
     if model in PRESETS:
+        layers, width, heads = PRESETS[model]
+        if precision != "autocast":  # which the meta device has not got
+            return describe_gpt2(
+                GPT2Shape(2, width, heads, seq), batch, seq, precision
+            ).with_layers(layers)
         from transformers import GPT2Config
 
-        layers, width, heads = PRESETS[model]
-        return GPT2Config(n_layer=2, n_embd=width, n_head=heads, n_positions=1 << 20), layers
+        config = GPT2Config(n_layer=2, n_embd=width, n_head=heads, n_positions=seq)
+        return describe_model(config, batch, seq, precision).with_layers(layers)
     path = Path(model)
     if not path.is_file():
         raise ValueError(
             f"model is {model!r}, expected a config.json or one of {', '.join(PRESETS)}"
         )
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        kind = data.pop("model_type")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{model} is no Hugging Face config.json with a model_type") from None
-    from transformers import AutoConfig
-
-    return AutoConfig.for_model(kind, **data), None
-
-
-def describe_named(model: str, batch: int, seq: int, precision: str) -> ModelDescription:
-    """Describe a preset or a config.json."""
-    config, layers = load_model_config(model)
-    if layers is None:
-        return describe_model(config, batch, seq, precision)
-    config.n_positions = seq
-    return describe_model(config, batch, seq, precision).with_layers(layers)
+    return describe_model(load_model_config(path), batch, seq, precision)
 
 
 def plan_for(

@@ -1,8 +1,7 @@
-"""Sweeps: the same question for many batches or many device memories, as rows and as a picture."""
+"""Sweeps: the same question for many batches or many device memories."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,34 +98,3 @@ def format_sweep(over: str, points: list[SweepPoint]) -> str:
             f"  {figures['binding_lane']}"
         )
     return "\n".join(lines)
-
-
-def draw_sweep(path: str | os.PathLike[str], over: str, points: list[SweepPoint]) -> None:
-    """Write the curve of tokens per second to a picture (.png, .svg, .pdf).
-
-    Raises:
-        RuntimeError: matplotlib is missing.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RuntimeError(
-            "drawing a sweep needs matplotlib; pip install matplotlib, or leave --plot out"
-        ) from error
-    fitting = [(point.value, point.report) for point in points if point.report is not None]
-    scale, unit = (2**30, "GiB of device memory") if over == "gpu_mem" else (1, "batch")
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(
-        [value / scale for value, _ in fitting],
-        [report.tokens_per_second for _, report in fitting],
-        marker="o",
-    )
-    axes.set_xlabel(unit)
-    axes.set_ylabel("tokens per second (simulated)")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    if fitting:
-        first = fitting[0][1]
-        axes.set_title(f"{first.model} on {first.machine.name}, seq {first.description.seq}")
-    figure.savefig(os.fspath(path))

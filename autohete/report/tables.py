@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from rich import box
@@ -25,16 +24,6 @@ def plan_table(plan: Any, profile: Any = None) -> Table:
     for row in plan_rows(plan, profile):
         activations = "recomputed" if row.checkpointed else "kept"
         table.add_row(row.names, str(row.count), activations, row.parameters, row.optimizer)
-    return table
-
-
-def facts_table(title: str, facts: Iterable[tuple[str, str]]) -> Table:
-    """Return two columns without a header: what, how much."""
-    table = Table(title=title, box=box.SIMPLE, show_header=False, title_justify="left")
-    table.add_column("what")
-    table.add_column("figure", justify="right")
-    for what, figure in facts:
-        table.add_row(what, figure)
     return table
 
 

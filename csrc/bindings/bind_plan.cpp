@@ -280,6 +280,16 @@ void bind_cost_model(py::module_& module) {
   module.def("device_peak_bytes", &device_peak_bytes, py::arg("profile"), py::arg("plan"));
   module.def("host_bytes", &host_bytes, py::arg("profile"), py::arg("plan"));
   module.def(
+      "device_visits",
+      [](const Profile& profile, const Plan& plan) {
+        py::list visits;
+        for (const DeviceVisit& visit : device_visits(profile, plan))
+          visits.append(py::make_tuple(visit.unit, visit.backward, visit.bytes));
+        return visits;
+      },
+      py::arg("profile"), py::arg("plan"),
+      "(unit, whether backward, bytes on the device), in the order of a step.");
+  module.def(
       "lane_seconds",
       [](const Profile& profile, const Plan& plan) {
         const LaneSeconds lanes = lane_seconds(profile, plan);

@@ -143,7 +143,10 @@ AheadWork TorchEngine::offer(int index) {
   if (!offer.spans.empty()) {
     if (touched_[index]) unit.take_edits(copier());
     touched_[index] = false;
-    work.update = [this, spans = offer.spans] { adamw(spans.data(), spans.size(), workers_); };
+    offer.hash = std::make_shared<ContentHash>();
+    work.update = [this, spans = offer.spans, hash = offer.hash] {
+      *hash = adamw(spans.data(), spans.size(), workers_).grad_hash;
+    };
   }
   if (expectation_.measure && unit.has_gradients()) {
     offer.norms = std::make_shared<std::vector<at::Tensor>>();
@@ -177,7 +180,8 @@ void TorchEngine::withdraw_ahead() {
 std::optional<at::Tensor> TorchEngine::gradient_norm(int index, int i) {
   TorchUnit& unit = *units_.at(index);
   const Offer& offer = offers_[index];
-  if (!offer.open || !offer.norms || unit.parameters().at(i).gradient_factor != 1.0F)
+  if (!offer.open || !offer.norms || gradients_touched_[index] ||
+      unit.parameters().at(i).gradient_factor != 1.0F)
     return std::nullopt;
   bool measured;
   {
@@ -200,12 +204,14 @@ bool TorchEngine::scale_gradient(int index, int i, float factor) {
   return true;
 }
 
-// At step(): what ran ahead holds when it did this very work on what is there now.
+// At step(): what ran ahead holds when it did this very work on what is there now. Where somebody
+// may have written to the gradients, their content tells, on the CPU lane.
 bool TorchEngine::commit_ahead(int index, const std::vector<AdamSpan>& spans) {
   Offer offer = std::exchange(offers_[index], {});
+  const bool touched = gradients_touched_[index];
   TorchUnit& unit = *units_[index];
   if (!offer.open) return false;
-  const bool same = unit.offered_unchanged() &&
+  const bool same = !spans.empty() && unit.offered_there() &&
                     std::equal(spans.begin(), spans.end(), offer.spans.begin(), offer.spans.end(),
                                [](const AdamSpan& a, const AdamSpan& b) {
                                  return a.numel == b.numel && a.grad == b.grad &&
@@ -216,16 +222,25 @@ bool TorchEngine::commit_ahead(int index, const std::vector<AdamSpan>& spans) {
   bool kept = false;
   {
     NoGil no_gil;
-    if (same && !spans.empty()) kept = engine_.keep_ahead(index);
+    kept = same && engine_.keep_ahead(index);
     if (!kept) engine_.withdraw(index);
   }
   if (!kept) return false;
+  const bool suspect = touched || !unit.offered_unchanged();
   unit.swap_spare();
-  NoGil no_gil;
-  engine_.commit_ahead(index, unit.blocks().params_host, [this, spans = std::move(offer.spans)] {
+  auto again = [this, spans = std::move(offer.spans), hash = offer.hash, suspect] {
+    if (suspect && hash_of_gradients(spans) == *hash) return;
     adamw(spans.data(), spans.size(), workers_);
-  });
+  };
+  NoGil no_gil;
+  engine_.commit_ahead(index, unit.blocks().params_host, std::move(again), suspect);
   return true;
+}
+
+ContentHash TorchEngine::hash_of_gradients(const std::vector<AdamSpan>& spans) {
+  std::vector<GradSpan> gradients;
+  for (const AdamSpan& span : spans) gradients.push_back({span.grad, span.grad_dtype, span.numel});
+  return content_hash(gradients.data(), gradients.size(), workers_);
 }
 
 void TorchEngine::abandon() {
@@ -335,7 +350,10 @@ void TorchEngine::land(bool all) {
 
 void TorchEngine::settle_gradients(int index) {
   settle_leaving(index);
-  withdraw(index);
+  {
+    NoGil no_gil;
+    engine_.rest_ahead(index);  // what has run holds as long as the gradients keep their content
+  }
   units_.at(index)->apply_gradient_factors();  // no update reads them: step() was not called yet
   gradients_touched_.at(index) = true;
 }
@@ -417,16 +435,16 @@ void TorchEngine::commit(const std::vector<AdamHyper>& hypers) {
       continue;
     }
     const bool kernels_pending = cuda && (replaced || touched_[i] || gradients_touched_[i]);
-    gradients_touched_[i] = false;
     if (replaced || touched_[i]) {
       settle(i);
       unit.take_edits(copier());
       touched_[i] = false;
-      gradients_touched_[i] = false;
     }
     send(i);
     std::vector<AdamSpan> spans = unit.make_spans(hypers);
-    if (commit_ahead(i, spans)) continue;
+    const bool ahead = commit_ahead(i, spans);
+    gradients_touched_[i] = false;
+    if (ahead) continue;
     if (spans.empty()) continue;
     NoGil no_gil;
     if (kernels_pending && !unit.gradients_leaving()) engine_.send_gradients(i, {});

@@ -14,6 +14,7 @@
 #include "csrc/bindings/torch_unit.h"
 #include "csrc/device/device.h"
 #include "csrc/device/store.h"
+#include "csrc/kernels/content_hash.h"
 #include "csrc/runtime/engine.h"
 #include "csrc/runtime/workers.h"
 
@@ -110,11 +111,13 @@ class TorchEngine {
   struct Offer {
     bool open = false;  // made since the last step(), not withdrawn
     std::vector<AdamSpan> spans;
+    std::shared_ptr<ContentHash> hash;  // of the gradients that the update ahead read
     std::shared_ptr<std::vector<at::Tensor>> norms;
   };
   AheadWork offer(int unit);
   void withdraw(int unit);
   bool commit_ahead(int unit, const std::vector<AdamSpan>& spans);
+  ContentHash hash_of_gradients(const std::vector<AdamSpan>& spans);
   void update_on_device(const std::vector<AdamHyper>& hypers);
   CopyAndWait copier();
 
@@ -126,7 +129,7 @@ class TorchEngine {
   std::vector<int> users_;               // acquires without release, as seen by Python
   std::vector<bool> touched_;            // the user may have edited the parameters
   std::vector<bool> gradients_touched_;  // the user may have edited the gradients
-  std::vector<Offer> offers_;
+  std::vector<Offer> offers_;            // by unit
   Expectation expectation_;
   Engine engine_;  // last: its lanes stop first
 };

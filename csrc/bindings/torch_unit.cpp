@@ -466,12 +466,20 @@ void TorchUnit::note_offered() {
   }
 }
 
-bool TorchUnit::offered_unchanged() const {
+bool TorchUnit::offered_there() const {
   return std::all_of(parameters_.begin(), parameters_.end(), [&](const TorchParameter& parameter) {
     const at::Tensor& gradient = parameter.value.tensor().grad();
-    return gradient.defined() && on_host(parameter, gradient) &&
-           gradient._version() == parameter.offered_version && gradient.storage().use_count() == 1;
+    return gradient.defined() && on_host(parameter, gradient);
   });
+}
+
+bool TorchUnit::offered_unchanged() const {
+  return offered_there() &&
+         std::all_of(parameters_.begin(), parameters_.end(), [](const TorchParameter& parameter) {
+           const at::Tensor& gradient = parameter.value.tensor().grad();
+           return gradient._version() == parameter.offered_version &&
+                  gradient.storage().use_count() == 1;
+         });
 }
 
 void TorchUnit::swap_spare() {

@@ -128,8 +128,9 @@ class TorchUnit {
   std::vector<AdamSpan> spans_ahead(const std::vector<AdamHyper>& hypers);
   // Notes the present gradients as those that work ahead of step() reads.
   void note_offered();
-  // They are still there, on the host, unchanged as far as torch knows, and nobody else has a view
-  // of them.
+  // They are still there, on the host.
+  bool offered_there() const;
+  // And unchanged as far as torch knows, and nobody else has a view of them.
   bool offered_unchanged() const;
   // The spare blocks become the unit's, and the other way round.
   void swap_spare();

@@ -51,29 +51,34 @@ std::size_t always_on_device(const Profile& profile, const Plan& plan) {
          sum_of_largest(std::move(leaving), kLeavingGradients);
 }
 
-// The most that comes and goes: at the backward visit of some unit.
-std::size_t largest_visit(const Profile& profile, const Plan& plan) {
-  std::size_t saved = 0, gradients = 0, largest = 0;
-  for (std::size_t i = 0; i < plan.units.size(); ++i) {
-    saved += saved_bytes(profile.units[i], plan.units[i]);
-  }
-  for (std::size_t i = plan.units.size(); i-- > 0;) {
-    const UnitProfile& unit = profile.units[i];
-    const UnitPlan& placed = plan.units[i];
-    if (!profile.gradients_persist) gradients += device_gradient_bytes(unit, placed);
-    const bool recompute = placed.activations == ActivationRule::kRecompute;
-    const std::size_t again = recompute ? unit.activation_bytes : 0;
-    largest = std::max(largest, saved + again + unit.temporary_bytes + gradients);
-    saved -= saved_bytes(unit, placed);
-  }
-  return largest;
-}
-
 }  // namespace
 
-std::size_t device_peak_bytes(const Profile& profile, const Plan& plan) {
+std::vector<DeviceVisit> device_visits(const Profile& profile, const Plan& plan) {
   validate(profile, plan);
-  return always_on_device(profile, plan) + largest_visit(profile, plan);
+  const int count = static_cast<int>(plan.units.size());
+  std::size_t held = always_on_device(profile, plan);  // and what forward saved, and gradients
+  std::vector<DeviceVisit> visits;
+  for (int i = 0; i < count; ++i) {
+    const UnitProfile& unit = profile.units[i];
+    held += saved_bytes(unit, plan.units[i]);
+    visits.push_back({i, false, held + unit.temporary_bytes});
+  }
+  for (int i = count; i-- > 0;) {
+    const UnitProfile& unit = profile.units[i];
+    const UnitPlan& placed = plan.units[i];
+    if (!profile.gradients_persist) held += device_gradient_bytes(unit, placed);
+    const bool recompute = placed.activations == ActivationRule::kRecompute;
+    const std::size_t again = recompute ? unit.activation_bytes : 0;
+    visits.push_back({i, true, held + again + unit.temporary_bytes});
+    held -= saved_bytes(unit, placed);
+  }
+  return visits;
+}
+
+std::size_t device_peak_bytes(const Profile& profile, const Plan& plan) {
+  std::size_t peak = always_on_device(profile, plan);
+  for (const DeviceVisit& visit : device_visits(profile, plan)) peak = std::max(peak, visit.bytes);
+  return peak;
 }
 
 std::size_t host_bytes(const Profile& profile, const Plan& plan) {

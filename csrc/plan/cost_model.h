@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <string>
+#include <vector>
 
 #include "csrc/plan/plan.h"
 
@@ -17,6 +18,15 @@ namespace autohete {
 // On top, the largest over the visits of backward: what earlier units saved, all the running
 // unit's activations and temporaries, gradients that have appeared.
 std::size_t device_peak_bytes(const Profile& profile, const Plan& plan);
+
+// The same walk, visit by visit: every unit's forward in order, then every backward in reverse.
+// The largest is device_peak_bytes().
+struct DeviceVisit {
+  int unit;
+  bool backward;
+  std::size_t bytes;  // on the device while the unit runs
+};
+std::vector<DeviceVisit> device_visits(const Profile& profile, const Plan& plan);
 
 // Pinned and ordinary host memory: state and gradients of units updated on the host, their
 // parameter blocks (or the copy kept of them when only the state is offloaded), a second copy of

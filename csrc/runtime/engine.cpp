@@ -408,6 +408,16 @@ void Engine::withdraw(Lock& lock, Unit& unit) {
   unit.ahead.withdraw();
 }
 
+void Engine::rest_ahead(int index) {
+  if (in_forked_child()) return;
+  Lock lock(mutex_);
+  Unit& unit = units_.at(index);
+  for (AheadTask* task : {&unit.measure, &unit.ahead}) {
+    if (!task->started()) task->withdraw();
+    changed_.wait(lock, [&] { return task->stage() != AheadTask::Stage::kRunning; });
+  }
+}
+
 bool Engine::keep_ahead(int index) {
   if (in_forked_child()) return false;
   Lock lock(mutex_);
@@ -438,22 +448,25 @@ void Engine::commit(int index, std::function<void()> update) {
   Unit& unit = units_[index];
   withdraw(lock, unit);
   unit.update = std::move(update);
+  unit.update_always = true;
   advance(unit.state, UnitEvent::kCommit);
   if (unit.state.progress == Progress::kUpdating) start_update(index);
 }
 
-void Engine::commit_ahead(int index, BlockPtr params_host, std::function<void()> again) {
+void Engine::commit_ahead(int index, BlockPtr params_host, std::function<void()> again,
+                          bool always) {
   refuse_training_in_child();
   Lock lock(mutex_);
   ready_to_commit(lock, index);
   Unit& unit = units_[index];
   AH_ASSERT(unit.ahead.started() && unit.state.progress == Progress::kLanded);
-  const bool done = unit.ahead.stage() == AheadTask::Stage::kDone;
+  const bool done = unit.ahead.stage() == AheadTask::Stage::kDone && !always;
   unit.blocks.params_host = std::move(params_host);
   ++counters_.updates_ahead;
   advance(unit.state, UnitEvent::kCommit);
   if (!done) {  // the CPU lane finishes the one, then looks at the other
     unit.update = std::move(again);
+    unit.update_always = always;
     return start_update(index);
   }
   finish_update(index);
@@ -480,8 +493,9 @@ void Engine::run_update(int index) {
   std::function<void()> update;
   {
     Lock lock(mutex_);
-    update = std::move(units_[index].update);
-    if (units_[index].ahead.stage() == AheadTask::Stage::kDone) update = nullptr;
+    Unit& unit = units_[index];
+    update = std::move(unit.update);
+    if (unit.ahead.stage() == AheadTask::Stage::kDone && !unit.update_always) update = nullptr;
   }
   std::exception_ptr error;
   if (update) {

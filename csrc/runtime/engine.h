@@ -121,6 +121,8 @@ class Engine {
   bool wait_measured(int unit);
   // Forgets the unit's work ahead; waits for what is running.
   void withdraw(int unit);
+  // Waits until no work ahead reads the unit's gradients; withdraws what has not started.
+  void rest_ahead(int unit);
   // For commit(): true when the unit's `ahead.update` has run or is running; otherwise withdraws.
   bool keep_ahead(int unit);
 
@@ -130,8 +132,8 @@ class Engine {
   void commit(int unit, std::function<void()> update);
   // The same where keep_ahead() said true: what ran ahead holds from here on. `params_host` is the
   // block it writes the parameters to, the unit's own from now on. `again` does the same work, for
-  // the case that it fails ahead.
-  void commit_ahead(int unit, BlockPtr params_host, std::function<void()> again);
+  // the case that it fails ahead; with `always` it is called in any case, to check and mend.
+  void commit_ahead(int unit, BlockPtr params_host, std::function<void()> again, bool always);
   // step() is over: the next traversal is a forward from unit 0; starts its first uploads.
   void begin_iteration();
 
@@ -161,6 +163,7 @@ class Engine {
     bool touched = false;    // settled since the last upload: kernels may be reading or writing it
     Event last_use;          // of a device block that is not a slot
     std::function<void()> update;
+    bool update_always = true;  // also where the update has run ahead
     AheadTask measure, ahead;
   };
   using Lock = std::unique_lock<std::mutex>;

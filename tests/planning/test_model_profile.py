@@ -8,7 +8,9 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 from autohete.planning import describe_model, find_machine, profile_model
+from autohete.planning.gpt2_shape import GPT2Shape
 from autohete.planning.library import MACHINES
+from autohete.planning.model_profile import describe_gpt2
 
 B, S, H = 2, 8, 16
 
@@ -165,3 +167,26 @@ def test_machines_can_be_overridden_and_unknown_fields_are_refused() -> None:
             find_machine("a100-40", **keyword)
     with pytest.raises(ValueError, match="gpu is 'b9000'"):
         find_machine("b9000")
+
+
+@pytest.mark.parametrize(("batch", "seq", "precision"), [(2, 64, "bf16"), (1, 128, "fp32")])
+def test_a_preset_is_described_as_transformers_own_model_is(
+    batch: int, seq: int, precision: str
+) -> None:
+    """But for what fake tensors on a CPU have and a GPU has not: a mask, half statistics."""
+    item = 2 if precision == "bf16" else 4
+    config = GPT2Config(n_layer=2, n_embd=256, n_head=4, n_positions=seq)
+    theirs = describe_model(config, batch, seq, precision)
+    ours = describe_gpt2(GPT2Shape(2, 256, 4, seq), batch, seq, precision)
+    assert ours.num_parameters == theirs.num_parameters
+    assert ours.model_flops == theirs.model_flops
+    assert ours.fixed_device_bytes == theirs.fixed_device_bytes
+    mask, statistics = batch * seq * seq * item, 2 * batch * seq * (4 - item)
+    for mine, other in zip(ours.units, theirs.units, strict=True):
+        assert (mine.name, mine.is_layer) == (other.name, other.is_layer)
+        for field in ("param_bytes", "grad_bytes", "state_bytes", "checkpoint_bytes"):
+            assert getattr(mine, field) == getattr(other, field)
+        norms = 2 if mine.is_layer else int(mine.name == "transformer.ln_f")
+        expected = other.activation_bytes + norms * statistics - (mask if mine.is_layer else 0)
+        assert mine.activation_bytes == expected
+        assert mine.temporary_bytes == pytest.approx(other.temporary_bytes, rel=0.25)

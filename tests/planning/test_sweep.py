@@ -9,11 +9,12 @@ import pytest
 
 from autohete.planning.sweep import (
     NUM_MEMORIES,
-    draw_sweep,
     format_sweep,
     sweep_batch,
     sweep_gpu_mem,
 )
+from autohete.report.content import content_of_sweep
+from autohete.report.pictures import save_picture
 
 
 def test_a_sweep_over_the_batch_ends_with_the_first_that_does_not_fit() -> None:
@@ -41,7 +42,7 @@ def test_a_sweep_over_memory_starts_at_the_least_and_more_is_never_slower() -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", [".png", ".svg"])
 def test_a_sweep_is_drawn_to_a_file(tmp_path: Path, ending: str) -> None:
-    pytest.importorskip("matplotlib")
     path = tmp_path / f"curve{ending}"
-    draw_sweep(path, "batch", sweep_batch("gpt2", "a100-40", 128, gpu_mem="2GB"))
+    points = sweep_batch("gpt2", "a100-40", 128, gpu_mem="2GB")
+    save_picture(path, content_of_sweep("batch", points).figures())
     assert path.stat().st_size > 1000

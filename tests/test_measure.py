@@ -1,0 +1,80 @@
+"""The measured step: every unit's seconds are its own, in the order in which hooks fire."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from autohete.measure import StepMeter
+
+
+class FakeSide:
+    """A side whose clock and memory the test sets."""
+
+    def __init__(self) -> None:
+        self.now, self.bytes = 0.0, 0
+
+    def clock(self) -> float:
+        return self.now
+
+    def used(self) -> int:
+        return self.bytes
+
+    def peak(self) -> int:
+        return self.bytes
+
+    def others(self) -> int:
+        return 0
+
+    def reset_peak(self) -> None:
+        pass
+
+
+def meter_of(num_units: int) -> tuple[FakeSide, StepMeter]:
+    side: Any = FakeSide()
+    units: Any = [SimpleNamespace() for _ in range(num_units)]
+    meter = StepMeter(side, units)
+    meter.begin()
+    return side, meter
+
+
+def test_a_layers_backward_ends_where_the_next_ones_begins() -> None:
+    """The next unit's hook runs first: both hang on the tensor between the two."""
+    side, meter = meter_of(3)
+    meter.forward_over()
+    meter.backward_begins(2)
+    side.now = 3.0
+    meter.backward_begins(1)
+    meter.backward_ends(2)
+    side.now = 7.0
+    meter.backward_begins(0)
+    meter.backward_ends(1)
+    side.now = 9.0
+    meter.backward_ends(0)
+    side.now = 20.0
+    meter.backward_over()
+    assert [m.backward_seconds for m in meter.measures] == [2.0, 4.0, 3.0]
+
+
+def test_a_first_unit_that_nothing_closes_ends_with_the_backward() -> None:
+    side, meter = meter_of(2)
+    meter.forward_over()
+    meter.backward_begins(1)
+    side.now = 1.0
+    meter.backward_begins(0)
+    meter.backward_ends(1)
+    side.now = 4.0
+    meter.backward_over()
+    assert [m.backward_seconds for m in meter.measures] == [3.0, 1.0]
+
+
+def test_only_what_precedes_the_last_units_backward_is_the_losss() -> None:
+    side, meter = meter_of(2)
+    meter.forward_over()
+    side.bytes = 100  # the loss's own
+    meter.backward_begins(1)
+    side.bytes = 5000
+    meter.backward_begins(0)
+    meter.backward_ends(1)
+    meter.backward_over()
+    assert meter.outside_extra_bytes() == 100
