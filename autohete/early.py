@@ -36,6 +36,7 @@ class EarlyUpdates:
         self._clips = False  # the last step's gradients were asked for their norms
         self._asked = False  # this step's were
         self._grad_scale = 1.0  # of the last step: what a scaler handed over
+        self._counted = (0, 0)  # updates ahead, and those in vain, up to the last step
         self._misses = 0
         self._resume_at = 0
         self._told = False
@@ -58,8 +59,12 @@ class EarlyUpdates:
             hypers = run.bridge.hypers(self._grad_scale)
             run.engine.expect_step(hypers, update=update, measure=self._clips)
 
-    def step_taken(self, grad_scale: float, ahead: int, withdrawn: int) -> None:
-        """Learn from a step: `ahead` of its updates had been done, `withdrawn` for nothing."""
+    def step_taken(self, grad_scale: float) -> None:
+        """Learn from a step: how many updates had been done ahead of it, and how many in vain."""
+        counters = self._run.engine.counters()
+        ahead = counters["updates_ahead"] - self._counted[0]
+        in_vain = counters["withdrawn"] + counters["updates_redone"] - self._counted[1]
+        self._counted = (self._counted[0] + ahead, self._counted[1] + in_vain)
         if self._backwards == self._last_count:
             self._habit = self._backwards
         elif self._backwards != self._habit:
@@ -67,7 +72,7 @@ class EarlyUpdates:
         self._last_count, self._backwards = self._backwards, 0
         self._clips, self._asked = self._asked, False
         self._grad_scale = grad_scale
-        if ahead >= withdrawn:
+        if ahead > in_vain or not in_vain:
             self._misses = 0
             return
         self._misses += 1

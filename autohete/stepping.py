@@ -43,7 +43,6 @@ class OptimizerBridge:
         self._installed: Any = None
         self._loading: dict[str, Any] | None = None
         self._load_hooks: list[Any] = []
-        self._withdrawn_before = 0
 
     def _check_not_half_attached(self) -> None:
         step = vars(self.optimizer).get("step")
@@ -165,15 +164,8 @@ class OptimizerBridge:
             engine.make_state(u, i)
             self._publish(u, i)
         hypers = self.hypers()
-        before = engine.counters()
         engine.commit(hypers)
-        after = engine.counters()
-        self._run.early.step_taken(
-            hypers[0].grad_scale if hypers else 1.0,
-            ahead=after["updates_ahead"] - before["updates_ahead"],
-            withdrawn=after["withdrawn"] - self._withdrawn_before,
-        )
-        self._withdrawn_before = after["withdrawn"]
+        self._run.early.step_taken(hypers[0].grad_scale if hypers else 1.0)
         if self._run.side.torch_device.type != "cpu":
             managed = self._run.plans.is_managed
             update_on_cuda(self._run.units, managed, self._seen, hypers, self._group_of)

@@ -108,6 +108,7 @@ py::dict counters(TorchEngine& self) {
   out["d2h_bytes"] = c.d2h_bytes;
   out["updates"] = c.updates;
   out["updates_ahead"] = c.updates_ahead;
+  out["updates_redone"] = self.updates_redone();
   out["withdrawn"] = c.withdrawn;
   out["slot_misses"] = c.slot_misses;
   out["wait_update_seconds"] = c.wait_update_seconds;

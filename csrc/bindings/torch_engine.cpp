@@ -208,10 +208,11 @@ bool TorchEngine::scale_gradient(int index, int i, float factor) {
 // may have written to the gradients, their content tells, on the CPU lane.
 bool TorchEngine::commit_ahead(int index, const std::vector<AdamSpan>& spans) {
   Offer offer = std::exchange(offers_[index], {});
-  const bool touched = gradients_touched_[index];
   TorchUnit& unit = *units_[index];
   if (!offer.open) return false;
-  const bool same = !spans.empty() && unit.offered_there() &&
+  const bool suspect = gradients_touched_[index] || !unit.offered_unchanged();
+  const bool readable = !suspect || handle_.torch_device.is_cpu();  // CUDA kernels may be pending
+  const bool same = !spans.empty() && readable && unit.offered_there() &&
                     std::equal(spans.begin(), spans.end(), offer.spans.begin(), offer.spans.end(),
                                [](const AdamSpan& a, const AdamSpan& b) {
                                  return a.numel == b.numel && a.grad == b.grad &&
@@ -226,10 +227,10 @@ bool TorchEngine::commit_ahead(int index, const std::vector<AdamSpan>& spans) {
     if (!kept) engine_.withdraw(index);
   }
   if (!kept) return false;
-  const bool suspect = touched || !unit.offered_unchanged();
   unit.swap_spare();
   auto again = [this, spans = std::move(offer.spans), hash = offer.hash, suspect] {
     if (suspect && hash_of_gradients(spans) == *hash) return;
+    ++updates_redone_;
     adamw(spans.data(), spans.size(), workers_);
   };
   NoGil no_gil;

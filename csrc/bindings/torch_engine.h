@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
@@ -93,6 +94,9 @@ class TorchEngine {
   // Starts the update of every unit that has gradients and returns. `hypers` by group.
   void commit(const std::vector<AdamHyper>& hypers);
 
+  // Updates ahead that step() took over and the CPU lane found to be void.
+  std::uint64_t updates_redone() const { return updates_redone_; }
+
   TorchUnit& unit(int index) { return *units_.at(index); }
   int num_units() const { return static_cast<int>(units_.size()); }
   Engine& engine() { return engine_; }
@@ -131,6 +135,7 @@ class TorchEngine {
   std::vector<bool> gradients_touched_;  // the user may have edited the gradients
   std::vector<Offer> offers_;            // by unit
   Expectation expectation_;
+  std::atomic<std::uint64_t> updates_redone_{0};
   Engine engine_;  // last: its lanes stop first
 };
 

@@ -146,6 +146,12 @@ def test_an_edit_between_backward_and_step_is_what_the_update_sees(edit, kind):
     assert compare(loop, kind)["updates_ahead"] > 0
 
 
+def test_gradients_that_are_only_read_cost_nothing_that_ran_ahead():
+    counted = compare(between(lambda m, o, s: [g.abs().max() for g in gradients(m)]))
+    assert counted["updates_ahead"] > 0
+    assert counted["withdrawn"] == counted["updates_redone"] == 0
+
+
 def test_a_view_taken_while_backward_ran_cannot_change_a_gradient_unseen():
     views = {}
 
