@@ -71,6 +71,10 @@ class Config:
         if norm is not None and not (isinstance(norm, (int, float)) and norm > 0):
             raise ValueError(f"max_grad_norm is {norm!r}, expected a number above 0, or None")
 
+    def updates_early(self) -> bool:
+        """Whether updates may run ahead of step(): wanted, and part of the strategy."""
+        return self.early_updates and self.strategy in ("autohete", "stronghold")
+
     def budget_for(self, device: torch.device) -> int:
         """Return gpu_mem, measured when it was left out.
 

@@ -111,7 +111,7 @@ class Run:
         self._open_calls: list[UnitCall] = []
         self._backward_open = False
         self._last_commit: float | None = None
-        self.early = EarlyUpdates(weakref.proxy(self), config.early_updates)
+        self.early = EarlyUpdates(weakref.proxy(self), config.updates_early())
         self._attach(masters_kept)
         _LIVE.add(self)
 

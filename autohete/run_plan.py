@@ -105,13 +105,7 @@ class RunPlan:
         if not self._bridge.native:
             return
         try:
-            plan = make_plan(
-                self.profile,
-                self._side.plannable(),
-                self._cpu_mem,
-                strategy=self._config.strategy,
-                window=self._config.window,
-            )
+            plan = self._make_plan(self.profile)
             self._apply(plan)
         except InfeasibleError as error:
             # The safest plan has just run within the budget: the estimate is on the safe side.
@@ -128,13 +122,40 @@ class RunPlan:
         if self._config.profile_path is not None:
             save_profile(self._config.profile_path, self.profile, plan)
 
+    def _make_plan(self, profile: _C.Profile) -> Plan:
+        def made(gated: bool) -> Plan:
+            profile.speculates = not gated
+            return make_plan(
+                profile,
+                self._side.plannable(),
+                self._cpu_mem,
+                strategy=self._config.strategy,
+                window=self._config.window,
+                gated=gated,
+            )
+
+        if self._config.strategy != "autohete" or not self._config.early_updates:
+            return made(gated=True)
+        try:
+            return made(gated=False)
+        except InfeasibleError:  # not with a second copy of the state on the host
+            return made(gated=True)
+
     def _apply(self, plan: Plan) -> None:
         if len(plan.units) != len(self._units):
             raise ValueError(
                 f"plan: it has {len(plan.units)} units, expected {len(self._units)} "
                 f"(this model's); make a new plan for this model"
             )
-        self._engine.configure(plan.units, plan.window, plan.chunk_bytes)
+        order = _C.policy_of(self._config.strategy)
+        self._engine.configure(
+            plan.units,
+            plan.window,
+            plan.chunk_bytes,
+            priority_order=order.priority_order,
+            synchronous_moves=order.synchronous_moves,
+            barrier=order.iteration_barrier,
+        )
         self._side.check_host_memory()
         self.placements = list(plan.units)
 

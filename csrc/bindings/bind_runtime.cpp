@@ -173,8 +173,18 @@ void bind_engine(py::module_& module) {
       .def("add_unit", &TorchEngine::add_unit, py::arg("name"), py::arg("parameters"),
            py::arg("masters"), py::arg("updated"), py::arg("with_state"), py::arg("amsgrad"),
            py::arg("plan"))
-      .def("configure", &TorchEngine::configure, py::arg("plans"), py::arg("window"),
-           py::arg("chunk_bytes"))
+      .def(
+          "configure",
+          [](TorchEngine& self, const std::vector<UnitPlan>& plans, int window,
+             std::size_t chunk_bytes, bool priority_order, bool synchronous_moves, bool barrier) {
+            self.configure(plans, {window, chunk_bytes, priority_order, synchronous_moves});
+            self.set_barrier(barrier);
+          },
+          py::arg("plans"), py::arg("window"), py::arg("chunk_bytes"),
+          py::arg("priority_order") = true, py::arg("synchronous_moves") = false,
+          py::arg("barrier") = false)
+      .def("set_update_rate",
+           [](TorchEngine& self, double rate) { self.engine().set_update_rate(rate); })
       .def("leave", &TorchEngine::leave, py::arg("device"))
       .def("bytes_to_leave", &TorchEngine::bytes_to_leave)
       .def("acquire", &TorchEngine::acquire)

@@ -15,6 +15,16 @@ namespace autohete {
 
 using NoGil = pybind11::gil_scoped_release;
 
+namespace {
+
+std::size_t count_parameters(const std::vector<AdamSpan>& spans) {
+  std::size_t count = 0;
+  for (const AdamSpan& span : spans) count += span.numel;
+  return count;
+}
+
+}  // namespace
+
 TorchEngine::TorchEngine(DeviceHandle handle, int num_workers)
     : handle_(std::move(handle)),
       workers_(num_workers > 0 ? num_workers : default_num_workers()),
@@ -61,8 +71,7 @@ CopyAndWait TorchEngine::copier() {
   };
 }
 
-void TorchEngine::configure(const std::vector<UnitPlan>& plans, int window,
-                            std::size_t chunk_bytes) {
+void TorchEngine::configure(const std::vector<UnitPlan>& plans, const EngineOptions& options) {
   require(plans.size() == units_.size(), "plan: it has ", plans.size(), " units, expected ",
           units_.size(), " (this model's); make a new plan");
   use_current_stream();
@@ -71,7 +80,7 @@ void TorchEngine::configure(const std::vector<UnitPlan>& plans, int window,
   expectation_ = {};
   {
     NoGil no_gil;
-    engine_.configure({}, EngineOptions{window, chunk_bytes});  // gives the slots back
+    engine_.configure({}, options);  // gives the slots back
   }
   // What leaves the device goes first, so that there is room for what comes.
   const auto leaves = [](const UnitPlan& from, const UnitPlan& to) {
@@ -91,7 +100,7 @@ void TorchEngine::configure(const std::vector<UnitPlan>& plans, int window,
   for (const auto& unit : units_) blocks.push_back(unit->blocks());
   {
     NoGil no_gil;
-    engine_.configure(std::move(blocks), EngineOptions{window, chunk_bytes});
+    engine_.configure(std::move(blocks), options);
   }
   if (failure) std::rethrow_exception(failure);
 }
@@ -143,6 +152,7 @@ AheadWork TorchEngine::offer(int index) {
   if (!offer.spans.empty()) {
     if (touched_[index]) unit.take_edits(copier());
     touched_[index] = false;
+    work.num_parameters = count_parameters(offer.spans);
     offer.hash = std::make_shared<ContentHash>();
     work.update = [this, spans = offer.spans, hash = offer.hash] {
       *hash = adamw(spans.data(), spans.size(), workers_).grad_hash;
@@ -449,13 +459,15 @@ void TorchEngine::commit(const std::vector<AdamHyper>& hypers) {
     if (spans.empty()) continue;
     NoGil no_gil;
     if (kernels_pending && !unit.gradients_leaving()) engine_.send_gradients(i, {});
-    engine_.commit(
-        i, [this, spans = std::move(spans)] { adamw(spans.data(), spans.size(), workers_); });
+    const std::size_t num_parameters = count_parameters(spans);
+    auto update = [this, spans = std::move(spans)] { adamw(spans.data(), spans.size(), workers_); };
+    engine_.commit(i, std::move(update), num_parameters);
   }
   expectation_ = {};
   if (!cuda) update_on_device(hypers);  // on CUDA torch's own rule does it, after this
   NoGil no_gil;
   engine_.begin_iteration();
+  if (barrier_) engine_.wait_idle();
 }
 
 // The host device's own update: on the calling thread and the workers, as device compute would be.

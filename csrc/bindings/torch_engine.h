@@ -40,7 +40,9 @@ class TorchEngine {
                const UnitPlan& plan);
   // Applies a plan: moves what has to move and makes the slots. On OutOfMemory nothing has changed
   // but the slots: call again with a smaller plan.
-  void configure(const std::vector<UnitPlan>& plans, int window, std::size_t chunk_bytes);
+  void configure(const std::vector<UnitPlan>& plans, const EngineOptions& options);
+  // step() waits until all updates and uploads are done, as other systems do.
+  void set_barrier(bool on) { barrier_ = on; }
   // Gives all tensors plain torch memory on `device`; the engine is empty afterwards. On
   // out-of-memory it throws, and can be called again with another device.
   void leave(c10::Device device);
@@ -135,6 +137,7 @@ class TorchEngine {
   std::vector<bool> gradients_touched_;  // the user may have edited the gradients
   std::vector<Offer> offers_;            // by unit
   Expectation expectation_;
+  bool barrier_ = false;
   std::atomic<std::uint64_t> updates_redone_{0};
   Engine engine_;  // last: its lanes stop first
 };

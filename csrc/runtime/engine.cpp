@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <thread>
 #include <tuple>
 #include <utility>
 
@@ -29,6 +30,7 @@ Engine::~Engine() {
 void Engine::configure(std::vector<UnitBlocks> units, EngineOptions options) {
   require(options.window >= 1, "Engine: window is ", options.window, ", expected at least 1");
   synchronize();
+  options_ = options;
   slots_.clear();
   units_.clear();
   std::size_t slot_bytes = 0;
@@ -251,7 +253,7 @@ void Engine::start_upload(int index, std::uint64_t priority) {
   CopyJob job;
   job.segments = {
       {device_block(unit)->data(), unit.blocks.params_host->data(), unit.blocks.param_bytes}};
-  job.priority = priority;
+  job.priority = rank(priority);
   job.unit = index;
   job.after = unit.slot >= 0 ? slots_[unit.slot].last_use : unit.last_use;
   // What the user's kernels still do to a touched unit comes first.
@@ -269,6 +271,7 @@ void Engine::start_upload(int index, std::uint64_t priority) {
 // With mutex_ held. Uploads what the traversal needs next, as far as slots are free or hold bytes
 // that are needed later.
 void Engine::prefetch() {
+  if (options_.synchronous_moves) return;
   const int num_units = static_cast<int>(units_.size());
   int position = position_;
   Direction direction = direction_;
@@ -299,12 +302,13 @@ void Engine::send_gradients(int index, std::vector<CopySegment> segments, AheadW
   withdraw(lock, unit);
   unit.measure.offer(std::move(ahead.measure));
   unit.ahead.offer(std::move(ahead.update));
+  unit.num_parameters = ahead.num_parameters;
   advance(unit.state, UnitEvent::kGradientsReady);
   std::size_t bytes = 0;
   for (const CopySegment& segment : segments) bytes += segment.bytes;
   CopyJob job;
   job.segments = std::move(segments);
-  job.priority = static_cast<std::uint64_t>(index);
+  job.priority = rank(gradient_priority(index));
   job.unit = index;
   job.after = device_.record(kComputeStream);
   job.done = [this, index, bytes](std::exception_ptr error) {
@@ -320,6 +324,9 @@ void Engine::send_gradients(int index, std::vector<CopySegment> segments, AheadW
     changed_.notify_all();
   };
   download_lane_->submit(std::move(job));
+  if (options_.synchronous_moves)
+    wait(lock, &EngineCounters::wait_gradients_seconds, index,
+         [&] { return unit.state.progress != Progress::kLeaving; });
 }
 
 bool Engine::gradients_landed(int index) {
@@ -354,15 +361,20 @@ void Engine::queue_ahead(int index, AheadTask Unit::* task, std::uint64_t priori
   AheadTask& offered = units_[index].*task;
   if (stopping_ || offered.stage() != AheadTask::Stage::kOffered) return;
   const std::uint64_t ticket = offered.queue();
-  update_lane_->push(priority, [this, index, task, ticket] { run_ahead(index, task, ticket); });
+  update_lane_->push(rank(priority),
+                     [this, index, task, ticket] { run_ahead(index, task, ticket); });
 }
 
 // On the CPU lane's thread.
 void Engine::run_ahead(int index, AheadTask Unit::* task, std::uint64_t ticket) {
   std::function<void()> work;
+  std::size_t num_parameters = 0;
   {
     Lock lock(mutex_);
-    if (index < static_cast<int>(units_.size())) work = (units_[index].*task).start(ticket);
+    if (index < static_cast<int>(units_.size())) {
+      work = (units_[index].*task).start(ticket);
+      if (task == &Unit::ahead) num_parameters = units_[index].num_parameters;
+    }
   }
   if (!work) return;
   const double start = Timeline::now();
@@ -373,6 +385,7 @@ void Engine::run_ahead(int index, AheadTask Unit::* task, std::uint64_t ticket) 
     succeeded = false;
   }
   work = nullptr;
+  keep_rate(start, num_parameters);
   const char* what = task == &Unit::ahead ? "update ahead" : "norm";
   timeline_.add({Lane::kCpu, index, what, start, Timeline::now(), 0});
   Lock lock(mutex_);
@@ -441,7 +454,7 @@ void Engine::ready_to_commit(Lock& lock, int index) {
   unit.given_out = false;
 }
 
-void Engine::commit(int index, std::function<void()> update) {
+void Engine::commit(int index, std::function<void()> update, std::size_t num_parameters) {
   refuse_training_in_child();
   Lock lock(mutex_);
   ready_to_commit(lock, index);
@@ -449,6 +462,7 @@ void Engine::commit(int index, std::function<void()> update) {
   withdraw(lock, unit);
   unit.update = std::move(update);
   unit.update_always = true;
+  unit.num_parameters = num_parameters;
   advance(unit.state, UnitEvent::kCommit);
   if (unit.state.progress == Progress::kUpdating) start_update(index);
 }
@@ -481,21 +495,35 @@ void Engine::begin_iteration() {
   prefetch();
 }
 
+void Engine::wait_idle() {
+  if (in_forked_child()) return;
+  Lock lock(mutex_);
+  wait(lock, &EngineCounters::wait_update_seconds, -1, [&] {
+    return std::all_of(units_.begin(), units_.end(), [](const Unit& unit) {
+      return unit.state.parameters_final() && unit.state.residency != Residency::kUploading;
+    });
+  });
+  rethrow(lock);
+}
+
 // With mutex_ held.
 void Engine::start_update(int index) {
   if (stopping_) return;  // a copy that ended while the engine does: its lane is gone
   const auto priority = static_cast<std::uint64_t>(units_.size()) + update_priority(index);
-  update_lane_->push(priority, [this, index] { run_update(index); });
+  update_lane_->push(rank(priority), [this, index] { run_update(index); });
 }
 
 // On the CPU lane's thread.
 void Engine::run_update(int index) {
   std::function<void()> update;
+  std::size_t num_parameters = 0;
   {
     Lock lock(mutex_);
     Unit& unit = units_[index];
     update = std::move(unit.update);
     if (unit.ahead.stage() == AheadTask::Stage::kDone && !unit.update_always) update = nullptr;
+    // What only checks an update that has run ahead takes no update's time.
+    if (unit.ahead.stage() != AheadTask::Stage::kDone) num_parameters = unit.num_parameters;
   }
   std::exception_ptr error;
   if (update) {
@@ -506,12 +534,22 @@ void Engine::run_update(int index) {
       error = std::current_exception();
     }
     update = nullptr;
+    keep_rate(start, num_parameters);
     timeline_.add({Lane::kCpu, index, "update", start, Timeline::now(), 0});
   }
   Lock lock(mutex_);
   if (error) fail(error);
   finish_update(index);
   changed_.notify_all();
+}
+
+// On the CPU lane's thread: blocks for the rest of what the update would take at the stated rate.
+void Engine::keep_rate(double start_seconds, std::size_t num_parameters) const {
+  const double rate = update_rate_;
+  if (rate <= 0 || num_parameters == 0) return;
+  const double end = start_seconds + static_cast<double>(num_parameters) / rate;
+  const double left = end - Timeline::now();
+  if (left > 0) std::this_thread::sleep_for(std::chrono::duration<double>(left));
 }
 
 // With mutex_ held. The host block holds the new parameters.

@@ -53,14 +53,18 @@ struct UnitBlocks {
 struct EngineOptions {
   int window = 2;  // device slots for parameters that live on the host
   std::size_t chunk_bytes = std::size_t{4} << 20;
+  // How other systems order the same work, to race them on the same lanes.
+  bool priority_order = true;      // false: first in, first out on every lane
+  bool synchronous_moves = false;  // nothing is copied beside compute: no prefetch, sends wait
 };
 
 // Work on a unit's gradients that need not wait for step(). Both may be empty; both run on the CPU
 // lane's thread once the gradients have landed, unless withdrawn before. What they throw is dropped
 // with them: step() does the work again and reports it.
 struct AheadWork {
-  std::function<void()> measure;  // reads the gradients; before any update
-  std::function<void()> update;   // writes only where nobody looks before commit() says so
+  std::function<void()> measure;   // reads the gradients; before any update
+  std::function<void()> update;    // writes only where nobody looks before commit() says so
+  std::size_t num_parameters = 0;  // as for commit()
 };
 
 struct EngineCounters {
@@ -129,13 +133,19 @@ class Engine {
   // Queues the update of one unit and returns. It starts when its gradients have landed; the
   // parameters are final again when it is done and, where they live on the device, uploaded.
   // `update` does the arithmetic (on the CPU lane's thread).
-  void commit(int unit, std::function<void()> update);
+  // `num_parameters` matters to set_update_rate() alone.
+  void commit(int unit, std::function<void()> update, std::size_t num_parameters = 0);
   // The same where keep_ahead() said true: what ran ahead holds from here on. `params_host` is the
   // block it writes the parameters to, the unit's own from now on. `again` does the same work, for
   // the case that it fails ahead; with `always` it is called in any case, to check and mend.
   void commit_ahead(int unit, BlockPtr params_host, std::function<void()> again, bool always);
   // step() is over: the next traversal is a forward from unit 0; starts its first uploads.
   void begin_iteration();
+  // The iteration barrier of other systems: waits until no update and no upload is left.
+  void wait_idle();
+  // Makes the CPU lane as slow as a stated rate: an update of n parameters takes at least n / rate
+  // seconds (0: as fast as it is). For races against a CPU that is not here.
+  void set_update_rate(double parameters_per_second) { update_rate_ = parameters_per_second; }
 
   // Waits for everything. Rethrows the first failure of any lane.
   void synchronize();
@@ -163,7 +173,8 @@ class Engine {
     bool touched = false;    // settled since the last upload: kernels may be reading or writing it
     Event last_use;          // of a device block that is not a slot
     std::function<void()> update;
-    bool update_always = true;  // also where the update has run ahead
+    bool update_always = true;       // also where the update has run ahead
+    std::size_t num_parameters = 0;  // that an update writes
     AheadTask measure, ahead;
   };
   using Lock = std::unique_lock<std::mutex>;
@@ -189,6 +200,10 @@ class Engine {
   void queue_ahead(int unit, AheadTask Unit::* task, std::uint64_t priority);
   void run_ahead(int unit, AheadTask Unit::* task, std::uint64_t ticket);
   void withdraw(Lock& lock, Unit& unit);
+  std::uint64_t rank(std::uint64_t priority) const {
+    return options_.priority_order ? priority : 0;
+  }
+  void keep_rate(double start_seconds, std::size_t num_parameters) const;
   void fail(std::exception_ptr error);
   void rethrow(Lock& lock);
 
@@ -210,6 +225,8 @@ class Engine {
   std::atomic<int> waiting_{-1};  // the unit that acquire() waits for: its slot is not given away
   bool stopping_ = false;
   std::size_t chunk_bytes_ = 0;  // of the lanes; hook thread only
+  EngineOptions options_;
+  std::atomic<double> update_rate_{0};
 
   // Lanes last: they stop first, so no callback meets a dead member.
   std::unique_ptr<TransferLane> upload_lane_, download_lane_;
