@@ -30,7 +30,7 @@ TorchEngine::TorchEngine(DeviceHandle handle, int num_workers)
       workers_(num_workers > 0 ? num_workers : default_num_workers()),
       copy_streams_{handle_.device->create_stream(CopyDirection::kHostToDevice),
                     handle_.device->create_stream(CopyDirection::kDeviceToHost)},
-      engine_(*handle_.device, *handle_.store, workers_) {
+      engine_(*handle_.device, *handle_.store) {
   engine_.set_wait_tick([] {
     const pybind11::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();  // Ctrl-C

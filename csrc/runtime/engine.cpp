@@ -11,8 +11,8 @@
 
 namespace autohete {
 
-Engine::Engine(Device& device, Store& store, Workers& workers)
-    : device_(device), store_(store), workers_(workers), owner_process_(getpid()) {}
+Engine::Engine(Device& device, Store& store)
+    : device_(device), store_(store), owner_process_(getpid()) {}
 
 bool Engine::in_forked_child() const { return getpid() != owner_process_; }
 

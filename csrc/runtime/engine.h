@@ -33,7 +33,6 @@
 #include "csrc/runtime/transfer.h"
 #include "csrc/runtime/unit_state.h"
 #include "csrc/runtime/update_lane.h"
-#include "csrc/runtime/workers.h"
 
 namespace autohete {
 
@@ -78,8 +77,8 @@ struct EngineCounters {
 
 class Engine {
  public:
-  // All three outlive the engine.
-  Engine(Device& device, Store& store, Workers& workers);
+  // Both outlive the engine.
+  Engine(Device& device, Store& store);
   ~Engine();  // drops what has not started, finishes what has, joins; under 5 s
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
@@ -210,7 +209,6 @@ class Engine {
   std::function<void()> wait_tick_;
   Device& device_;
   Store& store_;
-  Workers& workers_;
   const pid_t owner_process_;  // threads do not follow into a forked child: it only reads
   Timeline timeline_;
 

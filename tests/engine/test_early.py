@@ -315,6 +315,36 @@ def test_a_grad_scaler_that_skips_steps_gives_the_bits_of_plain_training(fused):
     compare(loop, steps=20)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("place", [0, 7, -1])
+def test_one_inf_in_any_unit_leaves_everything_as_if_the_batch_was_skipped(place, fused):
+    scalers = {}
+
+    def loop(model, optimizer, step):
+        if step == 0:
+            scalers["now"] = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+            scalers["spoil"] = False
+            list(model.parameters())[place].register_hook(
+                lambda g: (
+                    g.index_fill(0, torch.tensor([0]), float("inf")) if scalers["spoil"] else g
+                )
+            )
+        scalers["spoil"] = step in (5, 9)
+        scaler = scalers["now"]
+        tokens, targets = batch(step)
+        loss = model(tokens, targets)
+        scaler.scale(loss).backward()
+        if not fused:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss.item()
+
+    compare(loop)
+    assert scalers["now"].get_scale() == 2.0**8
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_late_copies_do_not_change_a_bit(seed):
     def prepare(model):

@@ -74,6 +74,10 @@ PROGRAMS = {
         real_gpu=True,
     ),
     "stress": Program(suites=("stress_transfer",), sources=_HOST),
+    "engine": Program(
+        suites=("stress_engine",),
+        sources=("csrc/runtime/engine.cpp", "csrc/runtime/update_lane.cpp", *_HOST),
+    ),
 }
 
 

@@ -1,0 +1,53 @@
+"""Every system's order of work gives the bits of plain training; only the time differs."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from models import make_gpt
+from oracle import assert_bit_equal, forced_plan, train
+
+SMALL = partial(make_gpt, layers=3)
+STRATEGIES = {
+    "autohete": "all+c",
+    "zero_offload": "state",
+    "patrickstar": "all",
+    "stronghold": "all",
+    "offload_everything": "all+c",
+    "device_only": "device",
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_strategy_gives_the_bits_of_plain_training(strategy):
+    plan = partial(forced_plan, kinds=STRATEGIES[strategy])
+    ours = train(wrap={"plan": plan, "strategy": strategy}, build=SMALL)
+    assert_bit_equal(ours, train(wrap=None, build=SMALL))
+
+
+@pytest.mark.parametrize("strategy", ["zero_offload", "patrickstar", "stronghold"])
+def test_systems_with_an_iteration_barrier_leave_nothing_in_flight(strategy):
+    seen = []
+
+    def loop(model, optimizer, step):
+        from oracle import plain_loop
+
+        loss = plain_loop(model, optimizer, step)
+        engine = model.run.engine
+        seen.extend(engine.unit_state(u)[1] for u in range(engine.num_units()))
+        return loss
+
+    plan = partial(forced_plan, kinds=STRATEGIES[strategy])
+    train(wrap={"plan": plan, "strategy": strategy}, build=SMALL, loop=loop)
+    assert set(seen) == {"idle"}
+
+
+def test_a_slower_cpu_lane_changes_no_bit():
+    plan = partial(forced_plan, kinds="all")
+    ours = train(
+        wrap={"plan": plan},
+        build=SMALL,
+        prepare=lambda model: model.run.engine.set_update_rate(2e6),
+    )
+    assert_bit_equal(ours, train(wrap=None, build=SMALL))

@@ -1,0 +1,236 @@
+// The engine under random loops, for the thread and address sanitizers: units of every placement
+// are walked forward and backward, gradients leave, updates run ahead, are taken back, kept or run
+// late, the user looks in between, the engine is closed with work in flight. Each unit's memory
+// holds one number everywhere: how many updates it has had. A lost, doubled or early update, or an
+// upload of old bytes, shows as a wrong number.
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <memory>
+#include <random>
+
+#include "csrc/device/host_device.h"
+#include "csrc/device/host_store.h"
+#include "csrc/runtime/engine.h"
+#include "tests/native/side.h"
+
+namespace autohete::testing {
+namespace {
+
+using Word = std::uint32_t;
+
+std::size_t words_of(const BlockPtr& block) { return block->bytes() / sizeof(Word); }
+Word* data_of(const BlockPtr& block) { return reinterpret_cast<Word*>(block->data()); }
+void fill(const BlockPtr& block, Word value) {
+  std::fill_n(data_of(block), words_of(block), value);
+}
+
+// One unit and what is expected of it.
+struct Layer {
+  UnitBlocks blocks;
+  BlockPtr spare;      // of params_host
+  BlockPtr gradients;  // on the device
+  Word updates = 0;    // that step() has asked for
+  bool offered = false;
+};
+
+class Loop {
+ public:
+  Loop(unsigned seed, int num_layers, EngineOptions options) : random_(seed) {
+    device_.link(kUp).set_random_delays(seed, 2e-5);
+    device_.link(kDown).set_random_delays(seed + 1, 2e-5);
+    store_.set_poison(true);
+    for (int i = 0; i < num_layers; ++i) layers_.push_back(make_layer(i));
+    std::vector<UnitBlocks> blocks;
+    for (const Layer& layer : layers_) blocks.push_back(layer.blocks);
+    engine_.configure(std::move(blocks), options);
+  }
+
+  void step() {
+    walk(Direction::kForward);
+    if (random_() % 4 == 0) look();
+    walk(Direction::kBackward);
+    if (random_() % 4 == 0) again();
+    if (random_() % 4 == 0) look();
+    if (random_() % 8 == 0) return void_step();
+    for (int i = 0; i < size(); ++i) commit(i);
+    engine_.begin_iteration();
+    if (random_() % 8 == 0) engine_.wait_idle();
+    if (random_() % 4 == 0) look();
+  }
+
+  void finish() {
+    engine_.synchronize();
+    for (int i = 0; i < size(); ++i) check(engine_.settle(i), i);
+  }
+
+  std::uint64_t updates_ahead() { return engine_.counters().updates_ahead; }
+
+ private:
+  int size() const { return static_cast<int>(layers_.size()); }
+
+  Layer make_layer(int index) {
+    Layer layer;
+    const std::size_t bytes = sizeof(Word) * (16 + random_() % 5000);
+    layer.blocks.name = "layer " + std::to_string(index);
+    layer.blocks.plan.parameters = random_() % 2 ? Tier::kHost : Tier::kDevice;
+    layer.blocks.plan.gradients = layer.blocks.plan.optimizer_state = Tier::kHost;
+    layer.blocks.param_bytes = bytes;
+    layer.blocks.params_host = store_.allocate_host(bytes, "parameters");
+    layer.spare = store_.allocate_host(bytes, "spare");
+    layer.blocks.gradients_host = store_.allocate_host(bytes, "gradients");
+    layer.gradients = store_.allocate_device(bytes, "gradients");
+    if (layer.blocks.plan.parameters == Tier::kDevice) {
+      layer.blocks.params_device = store_.allocate_device(bytes, "parameters");
+      fill(layer.blocks.params_device, 0);
+    }
+    return layer;
+  }
+
+  void check(const BlockPtr& block, int index) const {
+    const Word* data = data_of(block);
+    for (std::size_t i = 0; i < layers_[index].blocks.param_bytes / sizeof(Word); ++i)
+      CHECK_EQ(data[i], layers_[index].updates);
+  }
+
+  void walk(Direction direction) {
+    for (int k = 0; k < size(); ++k) {
+      const int i = direction == Direction::kForward ? k : size() - 1 - k;
+      check(engine_.acquire(i, direction), i);
+      engine_.release(i, /*edited=*/false);
+      if (direction == Direction::kBackward && random_() % 8 != 0) send(i);
+    }
+  }
+
+  // The gradients say which update they are for; an update that reads others has come too early or
+  // too late.
+  void send(int index) {
+    Layer& layer = layers_[index];
+    engine_.wait_gradients(index);
+    fill(layer.gradients, layer.updates + 1);
+    AheadWork ahead;
+    layer.offered = random_() % 4 != 0;
+    if (layer.offered) {
+      ahead.update = [from = layer.blocks.params_host, to = layer.spare,
+                      gradients = layer.blocks.gradients_host] { update(from, to, gradients); };
+    }
+    if (random_() % 2) {
+      ahead.measure = [gradients = layer.blocks.gradients_host] {
+        for (std::size_t i = 1; i < words_of(gradients); ++i)
+          CHECK_EQ(data_of(gradients)[i], data_of(gradients)[0]);
+      };
+    }
+    const std::size_t bytes = layer.blocks.param_bytes;
+    engine_.send_gradients(index,
+                           {{layer.blocks.gradients_host->data(), layer.gradients->data(), bytes}},
+                           std::move(ahead));
+    engine_.wait_gradients_below(3);
+    sent_[index % sent_.size()] = true;
+  }
+
+  static void update(const BlockPtr& from, const BlockPtr& to, const BlockPtr& gradients) {
+    for (std::size_t i = 0; i < words_of(from); ++i) data_of(to)[i] = data_of(from)[i] + 1;
+    if (data_of(to)[0] != data_of(gradients)[0])
+      throw std::runtime_error("an update read gradients of another step");
+  }
+
+  void look() {
+    const int i = static_cast<int>(random_() % layers_.size());
+    engine_.withdraw(i);
+    layers_[i].offered = false;
+    check(engine_.settle(i), i);
+    engine_.take_back();
+  }
+
+  // A second backward: what ran ahead is void, whether the loop says so or the engine finds out.
+  void again() {
+    if (random_() % 2) {
+      for (int i = 0; i < size(); ++i) engine_.withdraw(i);
+      for (Layer& layer : layers_) layer.offered = false;
+    }
+    walk(Direction::kBackward);
+  }
+
+  void void_step() {
+    for (int i = 0; i < size(); ++i) {
+      if (random_() % 2) engine_.rest_ahead(i);
+      engine_.withdraw(i);
+      layers_[i].offered = false;
+    }
+  }
+
+  void commit(int index) {
+    Layer& layer = layers_[index];
+    if (!std::exchange(sent_[index % sent_.size()], false)) {
+      engine_.withdraw(index);
+      layer.offered = false;
+      return;
+    }
+    if (random_() % 4 == 0) engine_.rest_ahead(index);
+    ++layer.updates;
+    const bool offered = std::exchange(layer.offered, false);
+    if (offered && random_() % 8 != 0 && engine_.keep_ahead(index)) {
+      std::swap(layer.blocks.params_host, layer.spare);
+      const bool always = random_() % 4 == 0;
+      engine_.commit_ahead(
+          index, layer.blocks.params_host,
+          [from = layer.spare, to = layer.blocks.params_host,
+           gradients = layer.blocks.gradients_host] { update(from, to, gradients); },
+          always);
+      return;
+    }
+    engine_.commit(index,
+                   [home = layer.blocks.params_host, gradients = layer.blocks.gradients_host] {
+                     update(home, home, gradients);
+                   });
+  }
+
+  std::mt19937 random_;
+  std::shared_ptr<Budget> device_budget_ = std::make_shared<Budget>(64 << 20);
+  std::shared_ptr<Budget> host_budget_ = std::make_shared<Budget>(64 << 20);
+  HostDevice device_{device_budget_};
+  HostStore store_{{device_budget_, host_budget_, true, {}}};
+  std::vector<Layer> layers_;
+  std::array<bool, 64> sent_{};
+  Engine engine_{device_, store_};
+};
+
+EngineOptions options_for(unsigned seed) {
+  EngineOptions options;
+  options.window = 1 + static_cast<int>(seed % 3);
+  options.chunk_bytes = std::size_t{1} << 12;
+  options.priority_order = seed % 4 != 1;
+  options.synchronous_moves = seed % 8 == 2;
+  return options;
+}
+
+TEST_CASE("in random loops every update happens once, and is seen by whoever comes after it") {
+  std::uint64_t ahead = 0;
+  for (unsigned seed = 0; seed < 40; ++seed) {
+    Loop loop(seed, 1 + static_cast<int>(seed % 9), options_for(seed));
+    for (int step = 0; step < 25; ++step) loop.step();
+    loop.finish();
+    ahead += loop.updates_ahead();
+  }
+  CHECK(ahead > 1000);
+}
+
+TEST_CASE("in 100000 random schedules no task is lost, doubled or run before its inputs") {
+  for (unsigned seed = 1000; seed < 3000; ++seed) {
+    Loop loop(seed, 1 + static_cast<int>(seed % 5), options_for(seed));
+    for (int step = 0; step < 50; ++step) loop.step();
+    loop.finish();
+  }
+}
+
+TEST_CASE("an engine closed with work in flight ends") {
+  for (unsigned seed = 100; seed < 140; ++seed) {
+    Loop loop(seed, 6, options_for(seed));
+    for (unsigned step = 0; step <= seed % 4; ++step) loop.step();
+  }
+}
+
+}  // namespace
+}  // namespace autohete::testing
+
+int main(int argc, char** argv) { return check::main_of_tests(argc, argv); }
