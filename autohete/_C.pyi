@@ -5,7 +5,38 @@ from __future__ import annotations
 import collections.abc
 import torch
 import typing
-__all__: list[str] = ['ActivationRule', 'AdamHyper', 'Budgets', 'CopyDirection', 'DeviceHandle', 'Direction', 'Engine', 'Formulation', 'Goal', 'HardwareProfile', 'HostMachine', 'InfeasibleError', 'Plan', 'PlannerOptions', 'Profile', 'Segment', 'SegmentCounts', 'SimulatedLane', 'SimulatedSpan', 'Simulation', 'SimulationPolicy', 'Tier', 'UNIT_EVENTS', 'UnitPlan', 'UnitProfile', 'UpdateStats', 'Workers', 'adamw_', 'cast_', 'cgroup_cpu_quota', 'content_hash', 'copy_', 'cpu_features', 'cpus_for_rank', 'decode_plan', 'default_num_workers', 'device_peak_bytes', 'device_visits', 'finish_plan', 'formulate', 'gradient_stats', 'host_bytes', 'lane_seconds', 'minimum_device_bytes', 'minimum_host_bytes', 'next_unit_state', 'next_use_distance', 'policy_of', 'predict_plan', 'release_file_pages', 'require_feasible', 'require_within', 'search_plan', 'simulate', 'squared_norm', 'validate_hardware', 'validate_plan', 'validate_profile']
+__all__: list[str] = ['ActivationRule', 'AdamHyper', 'Budgets', 'CopyDirection', 'DeviceHandle', 'Direction', 'Engine', 'Formulation', 'Goal', 'HardwareProfile', 'HostMachine', 'InfeasibleError', 'LionHyper', 'Plan', 'PlannerOptions', 'Profile', 'Segment', 'SegmentCounts', 'SgdHyper', 'SimulatedLane', 'SimulatedSpan', 'Simulation', 'SimulationPolicy', 'Tier', 'UNIT_EVENTS', 'UnitPlan', 'UnitProfile', 'UpdateStats', 'Workers', 'adamw_', 'cast_', 'cgroup_cpu_quota', 'content_hash', 'copy_', 'cpu_features', 'cpus_for_rank', 'decode_plan', 'default_num_workers', 'device_peak_bytes', 'device_visits', 'finish_plan', 'formulate', 'gradient_stats', 'host_bytes', 'lane_seconds', 'lion_', 'minimum_device_bytes', 'minimum_host_bytes', 'next_unit_state', 'next_use_distance', 'policy_of', 'predict_plan', 'release_file_pages', 'require_feasible', 'require_within', 'search_plan', 'sgd_', 'simulate', 'squared_norm', 'validate_hardware', 'validate_plan', 'validate_profile']
+class UpdateStats:
+    """
+    By-products of one pass over gradients.
+    """
+    @property
+    def edited(self) -> int:
+        ...
+    @property
+    def grad_hash(self) -> int:
+        """
+        128 bits: content_hash() of the gradients in the order of the updates.
+        """
+    @property
+    def grad_sq_norm(self) -> float:
+        ...
+    @property
+    def non_finite(self) -> bool:
+        ...
+class Workers:
+    """
+    The CPU worker threads.
+    """
+    def __init__(self, num_workers: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    def for_each_tile(self, num_tiles: typing.SupportsInt | typing.SupportsIndex, body: collections.abc.Callable[..., typing.Any]) -> None:
+        """
+        Call body(tile) once for each tile, from several threads, and raise its first error.
+        """
+    @property
+    def num_workers(self) -> int:
+        ...
 class AdamHyper:
     """
     What one update of Adam or AdamW is made with.
@@ -39,36 +70,17 @@ class AdamHyper:
     @property
     def weight_decay(self) -> float:
         ...
-class UpdateStats:
+class SgdHyper:
     """
-    By-products of one pass over gradients.
+    What one update of SGD is made with.
     """
-    @property
-    def edited(self) -> int:
+    def __init__(self, *, lr: typing.SupportsFloat | typing.SupportsIndex, momentum: typing.SupportsFloat | typing.SupportsIndex = 0.0, dampening: typing.SupportsFloat | typing.SupportsIndex = 0.0, weight_decay: typing.SupportsFloat | typing.SupportsIndex = 0.0, nesterov: bool = False, maximize: bool = False, grad_scale: typing.SupportsFloat | typing.SupportsIndex = 1.0) -> None:
         ...
-    @property
-    def grad_hash(self) -> int:
-        """
-        128 bits: content_hash() of the gradients in the order of the updates.
-        """
-    @property
-    def grad_sq_norm(self) -> float:
-        ...
-    @property
-    def non_finite(self) -> bool:
-        ...
-class Workers:
+class LionHyper:
     """
-    The CPU worker threads.
+    What one update of Lion is made with.
     """
-    def __init__(self, num_workers: typing.SupportsInt | typing.SupportsIndex) -> None:
-        ...
-    def for_each_tile(self, num_tiles: typing.SupportsInt | typing.SupportsIndex, body: collections.abc.Callable[..., typing.Any]) -> None:
-        """
-        Call body(tile) once for each tile, from several threads, and raise its first error.
-        """
-    @property
-    def num_workers(self) -> int:
+    def __init__(self, *, lr: typing.SupportsFloat | typing.SupportsIndex, beta1: typing.SupportsFloat | typing.SupportsIndex, beta2: typing.SupportsFloat | typing.SupportsIndex, weight_decay: typing.SupportsFloat | typing.SupportsIndex = 0.0, maximize: bool = False, grad_scale: typing.SupportsFloat | typing.SupportsIndex = 1.0) -> None:
         ...
 class Tier:
     """
@@ -829,7 +841,7 @@ class Engine:
         ...
 def adamw_(workers: Workers, updates: list[typing.Any], out: typing.Any = None, level: str | None = None, by_products: bool = True) -> UpdateStats:
     """
-    Apply updates, each (hyper, step, grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq or None, half or None). A step that is a tensor counts up and holds the new number. With out, a list of (param, exp_avg, exp_avg_sq[, max_exp_avg_sq[, half]]), new values go there and the old ones stay; None is in place. Without by_products only `edited` is filled in.
+    Apply updates, each (hyper, step, grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq or None, half or None[, random]). A step that is a tensor counts up and holds the new number. With out, a list of (param, exp_avg, exp_avg_sq[, max_exp_avg_sq[, half]]), new values go there and the old ones stay; None is in place. random is (seed, offset), needed for bfloat16 moments. Without by_products only `edited` is filled in.
     """
 def cast_(workers: Workers, dst: typing.Any, src: typing.Any, level: str | None = None) -> None:
     """
@@ -875,6 +887,10 @@ def host_bytes(profile: Profile, plan: Plan) -> int:
     ...
 def lane_seconds(profile: Profile, plan: Plan) -> dict[str, typing.Any]:
     ...
+def lion_(workers: Workers, updates: list[typing.Any], out: typing.Any = None, level: str | None = None, by_products: bool = True) -> UpdateStats:
+    """
+    Apply updates, each (hyper, step, grad, param, exp_avg, half or None[, random]), as adamw_ does.
+    """
 def minimum_device_bytes(profile: Profile, host_budget: typing.SupportsInt | typing.SupportsIndex, options: PlannerOptions) -> int:
     ...
 def minimum_host_bytes(profile: Profile, device_budget: typing.SupportsInt | typing.SupportsIndex, options: PlannerOptions) -> int:
@@ -897,6 +913,10 @@ def require_within(profile: Profile, plan: Plan, budgets: Budgets) -> None:
     ...
 def search_plan(profile: Profile, budgets: Budgets, options: PlannerOptions, seconds: typing.SupportsFloat | typing.SupportsIndex) -> Plan:
     ...
+def sgd_(workers: Workers, updates: list[typing.Any], out: typing.Any = None, level: str | None = None, by_products: bool = True) -> UpdateStats:
+    """
+    Apply updates, each (hyper, first, grad, param, momentum_buffer or None, half or None[, random]), as adamw_ does; `first` says that the buffer holds nothing yet.
+    """
 def simulate(profile: Profile, plan: Plan, policy: SimulationPolicy = ..., keep_spans: bool = False) -> Simulation:
     ...
 def squared_norm(workers: Workers, values: typing.Any, level: str | None = None) -> UpdateStats:

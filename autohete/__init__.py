@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Any
 from autohete._version import __version__
 
 if TYPE_CHECKING:
-    from autohete.optim import CPUAdamW
+    from autohete.optim import CPUSGD, CPUAdam, CPUAdamW, CPULion
     from autohete.planning import InfeasibleError, Plan, load_profile, make_plan  # type: ignore[no-redef]
     from autohete.wrapper import AutoHeteWrapper
 
 __all__ = [
+    "CPUSGD",
     "AutoHeteWrapper",
+    "CPUAdam",
     "CPUAdamW",
+    "CPULion",
     "InfeasibleError",
     "Plan",
     "__version__",
@@ -30,7 +33,10 @@ __all__ = [
 
 _HOMES = {
     "AutoHeteWrapper": "autohete.wrapper",
+    "CPUAdam": "autohete.optim",
     "CPUAdamW": "autohete.optim",
+    "CPULion": "autohete.optim",
+    "CPUSGD": "autohete.optim",
     "InfeasibleError": "autohete.planning",
     "Plan": "autohete.planning",
     "load_profile": "autohete.planning",

@@ -1,7 +1,7 @@
 """optimizer.step() under autohete: what precedes the engine's updates, and whose rule they follow.
 
-Adam, AdamW and CPUAdamW are updated by the engine, unit by unit. Every other optimizer runs its own
-step, whole, on the calling thread, once all tensors are in place.
+Adam, AdamW and their CPU twins are updated by the engine, unit by unit. Every other optimizer runs
+its own step, whole, on the calling thread, once all tensors are in place.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from autohete import _C
 from autohete.cuda_update import update_on_cuda
-from autohete.optim import CPUAdamW, hyper_of, loaded_state
+from autohete.optim import CPUAdam, CPUAdamW, hyper_of, loaded_state
 
 if TYPE_CHECKING:
     from autohete.run import Run
 
-_NATIVE = (AdamW, Adam, CPUAdamW)
+_NATIVE = (AdamW, Adam, CPUAdamW, CPUAdam)
 
 
 class OptimizerBridge:
@@ -32,8 +32,10 @@ class OptimizerBridge:
         self._run = weakref.proxy(run)
         self.optimizer = optimizer
         self._check_not_half_attached()
-        self.native = type(optimizer) in _NATIVE and not any(
-            group.get("differentiable") for group in optimizer.param_groups
+        self.native = (
+            type(optimizer) in _NATIVE
+            and getattr(optimizer, "moment_dtype", torch.float32) == torch.float32
+            and not any(group.get("differentiable") for group in optimizer.param_groups)
         )
         self.amsgrad = any(group.get("amsgrad") for group in optimizer.param_groups)
         self._group_of = self._groups()

@@ -6,11 +6,13 @@ void bind_cuda(pybind11::module_& module);
 void bind_ops(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
 void bind_runtime(pybind11::module_& module);
+void bind_updates(pybind11::module_& module);
 }  // namespace autohete
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "autohete's C++ core";
   autohete::bind_ops(module);
+  autohete::bind_updates(module);
   autohete::bind_plan(module);
   autohete::bind_runtime(module);
   autohete::bind_cuda(module);

@@ -8,10 +8,12 @@
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <optional>
 #include <string>
 
 #include "csrc/base/check.h"
-#include "csrc/kernels/adamw.h"
+#include "csrc/base/cpu_features.h"
+#include "csrc/kernels/update.h"
 
 namespace autohete {
 
@@ -96,6 +98,11 @@ inline Range range_of(const Argument& argument) {
 inline void require_disjoint(const char* where, const Range& a, const Range& b) {
   require(a.end <= b.begin || b.end <= a.begin, where, ": ", a.name, " overlaps ", b.name,
           ", expected separate memory");
+}
+
+// The level a caller named, or the one in use.
+inline CpuLevel level_from(const std::optional<std::string>& name, const char* where) {
+  return name ? parse_cpu_level(*name, where) : cpu_level();
 }
 
 // Written behind autograd's back, so it has to be told, as an in-place operation would.

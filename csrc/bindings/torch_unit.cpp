@@ -442,14 +442,14 @@ std::vector<AdamSpan> TorchUnit::spans_ahead(const std::vector<AdamHyper>& hyper
     if (value.numel() == 0) continue;
     AdamSpan span = span_at_home(parameter, hypers);
     span.step += 1;
-    const auto in_spare = [&](float* at_home) {
-      const auto* byte = reinterpret_cast<const std::byte*>(at_home);
+    const auto in_spare = [&](void* at_home) -> void* {
+      const auto* byte = static_cast<const std::byte*>(at_home);
       const bool state = byte >= state_->data() && byte < state_->data() + state_->bytes();
       const BlockPtr& home = state ? state_ : params_host_;
       const BlockPtr& spare = state ? spare_state_ : spare_params_;
-      return reinterpret_cast<float*>(spare->data() + (byte - home->data()));
+      return spare->data() + (byte - home->data());
     };
-    span.param_out = in_spare(span.param_out);
+    span.param_out = static_cast<float*>(in_spare(span.param_out));
     span.exp_avg_out = in_spare(span.exp_avg_out);
     span.exp_avg_sq_out = in_spare(span.exp_avg_sq_out);
     if (amsgrad_) span.max_exp_avg_sq_out = in_spare(span.max_exp_avg_sq_out);

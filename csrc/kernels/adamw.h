@@ -5,13 +5,9 @@
 // parameter, both moments and (in the half regime) the half copy are written once.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
+#include "csrc/kernels/update.h"
 
 namespace autohete {
-
-enum class DType : std::uint8_t { kFloat32, kBFloat16, kFloat16 };
-constexpr std::size_t item_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 struct AdamHyper {
   double lr, beta1, beta2, eps, weight_decay;
@@ -23,27 +19,14 @@ struct AdamHyper {
   bool operator==(const AdamHyper&) const = default;
 };
 
-// One tensor (or a piece of one). Pointers need no alignment beyond their item's. Ranges of one
-// span must not overlap each other. In place: the *_in and *_out pointers are equal.
-struct AdamSpan {
-  std::size_t numel = 0;
-  const void* grad = nullptr;  // numel items of grad_dtype
-  DType grad_dtype = DType::kFloat32;
-  const float* param_in = nullptr;  // fp32 parameter or fp32 master
-  const float* exp_avg_in = nullptr;
-  const float* exp_avg_sq_in = nullptr;
-  const float* max_exp_avg_sq_in = nullptr;  // amsgrad only
-  float* param_out = nullptr;
-  float* exp_avg_out = nullptr;
-  float* exp_avg_sq_out = nullptr;
-  float* max_exp_avg_sq_out = nullptr;
-  // The half copy that the user sees, numel items of half_dtype; or null. Where it is not param_in
-  // rounded, the user has edited it, and the value there is used instead of param_in.
-  const void* half_in = nullptr;
-  void* half_out =
-      nullptr;  // numel items of half_dtype: param_out rounded to nearest even; or null
-  DType half_dtype = DType::kBFloat16;
-  double step = 1;  // the step number this update is (1 for the first), bias correction in double
+// numel items of state_dtype each; bias correction is computed in double from `step`.
+struct AdamSpan : UpdateSpan {
+  const void* exp_avg_in = nullptr;
+  const void* exp_avg_sq_in = nullptr;
+  const void* max_exp_avg_sq_in = nullptr;  // amsgrad only, which needs fp32 state
+  void* exp_avg_out = nullptr;
+  void* exp_avg_sq_out = nullptr;
+  void* max_exp_avg_sq_out = nullptr;
   AdamHyper hyper{};
 };
 

@@ -8,12 +8,14 @@
 // is the exact one (beta = 0 must give the gradient itself), so the form is chosen by value.
 #pragma once
 
+#include <array>
 #include <cmath>
 #include <cstddef>
-#include <limits>
 
 #include "csrc/kernels/adamw.h"
+#include "csrc/kernels/finite.h"
 #include "csrc/kernels/levels.h"
+#include "csrc/kernels/update_tile.h"
 
 namespace autohete {
 
@@ -31,7 +33,9 @@ struct AdamCoefficients {
   float eps;
   bool common;  // no L2, and betas and decay on the usual side of one half
 
-  explicit AdamCoefficients(const AdamHyper& hyper, double step)
+  explicit AdamCoefficients(const AdamSpan& span) : AdamCoefficients(span.hyper, span.step) {}
+
+  AdamCoefficients(const AdamHyper& hyper, double step)
       : grad_scale(static_cast<float>(hyper.maximize ? -hyper.grad_scale : hyper.grad_scale)),
         l2(static_cast<float>(hyper.decoupled_decay ? 0.0 : hyper.weight_decay)),
         beta1(static_cast<float>(hyper.beta1)),
@@ -47,20 +51,6 @@ struct AdamCoefficients {
     common = l2 == 0 && one_minus_beta1 < 0.5f && one_minus_beta2 < 0.5f && decay < 0.5f;
   }
 };
-
-// Where one block lies.
-struct AdamBlock {
-  const float *grad, *param, *exp_avg, *exp_avg_sq, *max_exp_avg_sq;
-  float *param_out, *exp_avg_out, *exp_avg_sq_out, *max_exp_avg_sq_out;
-};
-
-// An infinite value has to stay infinite, as in torch, and inf - inf would make it NaN: the
-// correction is computed from the largest finite value instead. NaN stays NaN through the base.
-AH_INLINE float at_most_finite(float value) {
-  constexpr float kMax = std::numeric_limits<float>::max();
-  const float low = value < kMax ? value : kMax;
-  return low > -kMax ? low : -kMax;
-}
 
 // exp_avg + (1 - beta1) (grad - exp_avg), as torch's lerp forms it.
 template <bool common>
@@ -86,43 +76,57 @@ AH_INLINE float next_param(const AdamCoefficients& c, float param, float change)
   return c.one_minus_decay * param - change;
 }
 
-template <bool common, bool amsgrad>
-AH_INLINE void adamw_block_as(const AdamCoefficients& coefficients, const AdamBlock& at,
-                              std::size_t n) {
-  const AdamCoefficients c = coefficients;
-  const float *grad = at.grad, *param = at.param, *exp_avg = at.exp_avg;
-  const float *exp_avg_sq = at.exp_avg_sq, *max_exp_avg_sq = at.max_exp_avg_sq;
-  float *param_out = at.param_out, *exp_avg_out = at.exp_avg_out;
-  float *exp_avg_sq_out = at.exp_avg_sq_out, *max_exp_avg_sq_out = at.max_exp_avg_sq_out;
-  AH_INDEPENDENT
-  for (std::size_t i = 0; i < n; ++i) {
-    const float p = param[i];
-    float g = grad[i] * c.grad_scale;
-    if (!common) g = c.l2 == 0 ? g : g + c.l2 * p;
-    const float m = next_exp_avg<common>(c, exp_avg[i], g);
-    const float v = next_exp_avg_sq<common>(c, exp_avg_sq[i], g);
-    float largest = v;
-    if (amsgrad) {
-      const float before = max_exp_avg_sq[i];
-      largest = before >= v || before != before ? before : v;  // NaN wins, as in torch.maximum
-      max_exp_avg_sq_out[i] = largest;
-    }
-    const float denominator = std::sqrt(largest) * c.inv_sqrt_bias2 + c.eps;
-    exp_avg_out[i] = m;
-    exp_avg_sq_out[i] = v;
-    param_out[i] = next_param<common>(c, p, c.step_size * m / denominator);
-  }
-}
+struct AdamRule {
+  using Span = AdamSpan;
+  using Coefficients = AdamCoefficients;
+  static constexpr std::size_t kStates = 3;
+  using Block = UpdateBlock<kStates>;
 
-AH_INLINE void adamw_block(const AdamCoefficients& c, const AdamBlock& at, bool amsgrad,
-                           std::size_t n) {
-  if (amsgrad) {
-    adamw_block_as<false, true>(c, at, n);
-  } else if (c.common) {
-    adamw_block_as<true, false>(c, at, n);
-  } else {
-    adamw_block_as<false, false>(c, at, n);
+  static AH_INLINE std::array<StateStream, kStates> states(const AdamSpan& span) {
+    const bool amsgrad = span.hyper.amsgrad;
+    return {{{span.exp_avg_in, span.exp_avg_out},
+             {span.exp_avg_sq_in, span.exp_avg_sq_out},
+             {amsgrad ? span.max_exp_avg_sq_in : nullptr, span.max_exp_avg_sq_out}}};
   }
-}
+
+  static AH_INLINE void apply(const AdamCoefficients& c, const Block& at, std::size_t n) {
+    if (at.state[2] != nullptr) {
+      apply_as<false, true>(c, at, n);
+    } else if (c.common) {
+      apply_as<true, false>(c, at, n);
+    } else {
+      apply_as<false, false>(c, at, n);
+    }
+  }
+
+ private:
+  template <bool common, bool amsgrad>
+  static AH_INLINE void apply_as(const AdamCoefficients& coefficients, const Block& at,
+                                 std::size_t n) {
+    const AdamCoefficients c = coefficients;
+    const float *grad = at.grad, *param = at.param, *exp_avg = at.state[0];
+    const float *exp_avg_sq = at.state[1], *max_exp_avg_sq = at.state[2];
+    float *param_out = at.param_out, *exp_avg_out = at.state_out[0];
+    float *exp_avg_sq_out = at.state_out[1], *max_exp_avg_sq_out = at.state_out[2];
+    AH_INDEPENDENT
+    for (std::size_t i = 0; i < n; ++i) {
+      const float p = param[i];
+      float g = grad[i] * c.grad_scale;
+      if (!common) g = c.l2 == 0 ? g : g + c.l2 * p;
+      const float m = next_exp_avg<common>(c, exp_avg[i], g);
+      const float v = next_exp_avg_sq<common>(c, exp_avg_sq[i], g);
+      float largest = v;
+      if (amsgrad) {
+        const float before = max_exp_avg_sq[i];
+        largest = before >= v || before != before ? before : v;  // NaN wins, as in torch.maximum
+        max_exp_avg_sq_out[i] = largest;
+      }
+      const float denominator = std::sqrt(largest) * c.inv_sqrt_bias2 + c.eps;
+      exp_avg_out[i] = m;
+      exp_avg_sq_out[i] = v;
+      param_out[i] = next_param<common>(c, p, c.step_size * m / denominator);
+    }
+  }
+};
 
 }  // namespace autohete

@@ -9,18 +9,10 @@
 
 #include "csrc/kernels/hash_run.h"
 #include "csrc/kernels/levels.h"
+#include "csrc/kernels/mix.h"
 
 namespace autohete {
 namespace {
-
-// splitmix64 (Steele, Lea, Flood, OOPSLA 2014): a step and a bijection of 64 bits.
-constexpr std::uint64_t kMixStep = 0x9e3779b97f4a7c15u;
-
-constexpr std::uint64_t mix64(std::uint64_t x) {
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
 
 // A key for each word of a block of fp32 values; blocks of halves use the first of them.
 struct HashKeys {

@@ -6,8 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "csrc/kernels/adamw.h"
 #include "csrc/kernels/levels.h"
+#include "csrc/kernels/update.h"
 
 namespace autohete {
 

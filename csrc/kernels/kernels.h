@@ -7,6 +7,8 @@
 #include "csrc/base/cpu_features.h"
 #include "csrc/kernels/adamw.h"
 #include "csrc/kernels/content_hash.h"
+#include "csrc/kernels/lion.h"
+#include "csrc/kernels/sgd.h"
 
 namespace autohete {
 
@@ -28,6 +30,12 @@ struct UpdateStats {
 // written when a span lacks a pointer or a hyper-parameter is out of its range or NaN.
 UpdateStats adamw(const AdamSpan* spans, std::size_t num_spans, Workers& workers,
                   CpuLevel level = cpu_level(), bool by_products = true);
+
+// The same for the other rules.
+UpdateStats sgd(const SgdSpan* spans, std::size_t num_spans, Workers& workers,
+                CpuLevel level = cpu_level(), bool by_products = true);
+UpdateStats lion(const LionSpan* spans, std::size_t num_spans, Workers& workers,
+                 CpuLevel level = cpu_level(), bool by_products = true);
 
 // Gradients to look at: numel items of dtype.
 struct GradSpan {

@@ -1,0 +1,285 @@
+"""What the CPU optimizers share: masters, layouts, loading, AMP, and one native call a step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from autohete import _C
+
+__all__ = ["CPUOptimizer", "loaded_state", "number"]
+
+_HALF = (torch.bfloat16, torch.float16)
+_FP32_KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master")
+
+
+class CPUOptimizer(Optimizer):
+    """Base of the optimizers for parameters on the CPU; a subclass adds its rule.
+
+    All parameters are updated by one native call that releases the GIL. Results do not depend on
+    the number of workers or on the instruction set, to the bit.
+
+    bfloat16 and float16 parameters get fp32 state and an fp32 master, ``state[p]["master"]``; the
+    parameter is always the master rounded to nearest even. Values that were edited since the last
+    step (so that they are no longer the rounded master) are taken up into the master.
+
+    Like torch's fused optimizers they understand GradScaler: the scale is divided out on the way
+    and a step with infinities is skipped, counters included.
+    """
+
+    _step_supports_amp_scaling = True
+    _num_workers: int | None = None
+    _workers: _C.Workers | None = None  # made at the first step; not part of pickles and copies
+    _moment_dtype = torch.float32
+    _main_state = "exp_avg"  # where it is laid out as the parameter, the other states are too
+    _kept: tuple[str, ...] = ("_num_workers",)  # what pickles and copies carry besides torch's own
+
+    def __init__(
+        self,
+        params: ParamsT,
+        defaults: dict[str, Any],
+        *,
+        num_workers: int | None,
+    ) -> None:
+        for name in ("capturable", "differentiable"):
+            if defaults.get(name):
+                twin = type(self).__name__.removeprefix("CPU")
+                raise ValueError(
+                    f"{self._name}: {name} is True, expected False; use torch.optim.{twin}"
+                )
+        if num_workers is not None and num_workers < 1:
+            raise ValueError(f"{self._name}: num_workers is {num_workers}, expected at least 1")
+        self._check_group(defaults)
+        super().__init__(params, defaults)
+        self._num_workers = num_workers
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    # ---------------------------------------------------------------- what a rule adds
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Raise ValueError for a number out of its range."""
+        raise NotImplementedError
+
+    def _hyper(self, group: dict[str, Any]) -> Any:
+        """Return the group's numbers as the kernel takes them."""
+        raise NotImplementedError
+
+    def _complete(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Make the state that is missing."""
+        raise NotImplementedError
+
+    def _native_update(
+        self,
+        hyper: Any,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        tensors: tuple[Tensor, Tensor, Tensor | None],
+        index: int,
+        after: list[Callable[[], Any]],
+    ) -> tuple[Any, ...]:
+        """Return the update as the native call takes it.
+
+        Args:
+            tensors: the gradient, the fp32 parameter or master, and the half parameter.
+            index: of the parameter among all of them.
+            after: what is to be done when the update has been made, to be added to.
+        """
+        raise NotImplementedError
+
+    def _call(self, workers: _C.Workers, updates: list[Any]) -> None:
+        raise NotImplementedError
+
+    # ---------------------------------------------------------------- torch's interface
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, checking its hyper-parameters and the dtypes of its parameters."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_group(group)
+            for param in group["params"]:
+                self._check_param(param)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self._kept}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class or of its torch.optim namesake.
+
+        fp32 state stays fp32 to the bit. The tensors are copied: the state dict and this optimizer
+        share no memory afterwards.
+        """
+        final: list[dict[str, Any]] = []
+        hook = self.register_load_state_dict_pre_hook(lambda _, given: final.append(given))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+        # torch has cast the state of half parameters down to their dtype; take it again.
+        params = [p for group in self.param_groups for p in group["params"]]
+        names = [name for group in final[0]["param_groups"] for name in group["params"]]
+        for name, param in zip(names, params, strict=True):
+            if name in final[0]["state"]:
+                saved = final[0]["state"][name]
+                self.state[param] = loaded_state(param, saved, self._moment_dtype)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: evaluates the model again and returns the loss, which step() returns.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and float(found_inf) != 0:
+            return loss
+        updates: list[tuple[Any, ...]] = []
+        after: list[Callable[[], Any]] = []
+        numbers = itertools.count()
+        for group in self.param_groups:
+            hyper = self._hyper(group)
+            for param, index in zip(group["params"], numbers, strict=False):
+                if param.grad is not None:
+                    updates.append(self._update(param, hyper, group, index, after))
+        if updates:
+            self._call(self._the_workers(), updates)
+        for action in after:
+            action()
+        return loss
+
+    # ---------------------------------------------------------------- for the rules
+
+    def _grad_scale(self) -> float:
+        scale = getattr(self, "grad_scale", None)
+        return 1.0 if scale is None else 1.0 / float(scale)
+
+    def _the_workers(self) -> _C.Workers:
+        if self._workers is None:
+            self._workers = _C.Workers(self._num_workers or _C.default_num_workers())
+        return self._workers
+
+    def _update(
+        self,
+        param: Tensor,
+        hyper: Any,
+        group: dict[str, Any],
+        index: int,
+        after: list[Callable[[], Any]],
+    ) -> tuple[Any, ...]:
+        """Return one parameter's update; odd layouts go through copies."""
+        state, grad = self.state[param], param.grad
+        assert grad is not None
+        half = param.dtype != torch.float32
+        self._complete(param, state, group)
+        if half != ("master" in state):
+            self._complete_master(param, state)
+        work: Tensor = param
+        odd = not (param.is_contiguous() and grad.is_contiguous())
+        if odd and grad.layout == torch.strided:
+            work = like(param, param)
+            grad = like(grad, work)
+            if work is not param:
+                after.append(partial(param.copy_, work))
+        kept = state.get(self._main_state)
+        if kept is not None and kept.stride() != work.stride():
+            for key in _FP32_KEYS:
+                if isinstance(state.get(key), Tensor):
+                    state[key] = like(state[key], work)
+        tensors = (grad, state["master"] if half else work, work if half else None)
+        update = self._native_update(hyper, group, state, tensors, index, after)
+        if not state:
+            after.append(partial(self._forget_empty, param))
+        return update
+
+    def _forget_empty(self, param: Tensor) -> None:
+        if not self.state[param]:  # as torch, which makes none where the rule needs none
+            del self.state[param]
+
+    def _check_param(self, param: Tensor) -> None:
+        if param.dtype != torch.float32 and param.dtype not in _HALF:
+            raise ValueError(
+                f"{self._name}: a parameter is {param.dtype}, expected float32, bfloat16 or float16"
+            )
+
+    def _complete_master(self, param: Tensor, state: dict[str, Any]) -> None:
+        """Give a half parameter its master; take it from one that has become fp32 since."""
+        if param.dtype == torch.float32:
+            del state["master"]
+        else:
+            self._check_param(param)
+            state["master"] = param.detach().to(torch.float32, memory_format=torch.preserve_format)
+
+
+def number(where: str, name: str, value: float | Tensor) -> float:
+    """Return a hyper-parameter that may be a one-element tensor."""
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"{where}: {name} has {value.numel()} elements, expected one")
+    return float(value)
+
+
+def check_not_negative(where: str, group: dict[str, Any], names: tuple[str, ...]) -> None:
+    """Raise ValueError where one is not a finite number >= 0."""
+    for name in names:
+        value = number(where, name, group[name])
+        if not 0.0 <= value < float("inf"):
+            raise ValueError(f"{where}: {name} is {value}, expected a finite number >= 0")
+
+
+def check_betas(where: str, group: dict[str, Any]) -> None:
+    """Raise ValueError where one is not in [0, 1)."""
+    for i, beta in enumerate(group["betas"]):
+        if not 0.0 <= float(beta) < 1.0:
+            raise ValueError(f"{where}: betas[{i}] is {float(beta)}, expected 0 <= beta < 1")
+
+
+def like(tensor: Tensor, model: Tensor) -> Tensor:
+    """Return `tensor` laid out as a dense `model` is; itself when it already is."""
+    dense = torch.empty_like(model, dtype=tensor.dtype, memory_format=torch.preserve_format)
+    return tensor if tensor.stride() == dense.stride() else dense.copy_(tensor)
+
+
+def loaded_state(
+    param: Tensor, saved: dict[str, Any], moment_dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
+    """Return a copy of one parameter's state of a state dict, fp32 where it was fp32."""
+    state: dict[str, Any] = {}
+    for key, value in saved.items():
+        if key == "step":
+            state[key] = _loaded_step(value)
+        elif key in _FP32_KEYS and isinstance(value, Tensor):
+            dtype = torch.float32 if key == "master" else moment_dtype
+            state[key] = torch.empty_like(
+                param, dtype=dtype, device="cpu", memory_format=torch.preserve_format
+            ).copy_(value.detach())
+        else:
+            state[key] = value.clone() if isinstance(value, Tensor) else value
+    return state
+
+
+def _loaded_step(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    # A float32 counts to 2^24.
+    return torch.tensor(float(value), dtype=torch.float32 if value < 2**24 else torch.float64)

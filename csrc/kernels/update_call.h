@@ -1,0 +1,98 @@
+// What an update does around its tiles, the same for every rule: check, cut, run, add up.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <vector>
+
+#include "csrc/base/check.h"
+#include "csrc/kernels/float_mode.h"
+#include "csrc/kernels/kernels.h"
+#include "csrc/kernels/update_tile.h"
+#include "csrc/runtime/workers.h"
+
+namespace autohete {
+
+// From this many bytes written in one call on, destinations that were not read bypass the caches.
+constexpr std::size_t kStreamBytes = std::size_t{32} << 20;
+
+inline void require_given(const char* where, const char* name, const void* pointer) {
+  require(pointer != nullptr, where, ": ", name, " is null, expected an address");
+}
+
+inline void require_finite(const char* where, const char* name, double value) {
+  require(std::isfinite(value), where, ": ", name, " is ", value, ", expected a finite number");
+}
+
+inline void require_fraction(const char* where, const char* name, double value) {
+  require(value >= 0 && value < 1, where, ": ", name, " is ", value, ", expected 0 <= ", name,
+          " < 1");
+}
+
+// The part of a span that all rules have; `numel` > 0.
+inline void check_common(const char* where, const UpdateSpan& span) {
+  require_given(where, "grad", span.grad);
+  require_given(where, "param_in", span.param_in);
+  require_given(where, "param_out", span.param_out);
+  require(
+      (span.half_in == nullptr && span.half_out == nullptr) || span.half_dtype != DType::kFloat32,
+      where, ": half_dtype is float32, expected bfloat16 or float16");
+  require(span.state_dtype != DType::kFloat16, where,
+          ": state_dtype is float16, expected float32 or bfloat16");
+}
+
+inline void check_step(const char* where, double step) {
+  require(step >= 1 && std::isfinite(step), where, ": step is ", step,
+          ", expected the number of this update, 1 for the first");
+}
+
+template <typename Rule>
+std::vector<UpdateTile<Rule>> cut(const typename Rule::Span* spans,
+                                  const std::vector<typename Rule::Coefficients>& coefficients,
+                                  CpuLevel level, bool by_products) {
+  std::size_t numel = 0;
+  for (std::size_t s = 0; s < coefficients.size(); ++s) numel += spans[s].numel;
+  const bool large = numel * 3 * sizeof(float) >= kStreamBytes;
+  const StreamCopy stream = large ? stream_copy_function(level) : nullptr;
+  const HashFunction hash = by_products ? hash_function(level) : nullptr;
+  std::vector<UpdateTile<Rule>> tiles;
+  std::uint64_t position = 0;
+  for (std::size_t s = 0; s < coefficients.size(); ++s) {
+    for (std::size_t begin = 0; begin < spans[s].numel; begin += kTile) {
+      const std::size_t end = std::min(begin + kTile, spans[s].numel);
+      tiles.push_back({&spans[s], &coefficients[s], position, begin, end, stream, hash});
+    }
+    position += hashed_items(spans[s].numel);
+  }
+  return tiles;
+}
+
+// `check` throws for a span that cannot be updated, before anything is written.
+template <typename Rule, typename Check>
+UpdateStats run_update(const char* where, const typename Rule::Span* spans, std::size_t num_spans,
+                       Workers& workers, CpuLevel level, bool by_products,
+                       const LevelTable<UpdateTile<Rule>>& table, const Check& check) {
+  require_supported(level, where);
+  std::vector<typename Rule::Coefficients> coefficients;
+  coefficients.reserve(num_spans);
+  for (std::size_t s = 0; s < num_spans; ++s) {
+    check(spans[s]);
+    coefficients.emplace_back(spans[s]);
+  }
+  auto tiles = cut<Rule>(spans, coefficients, level, by_products);
+  const auto run = table.at(level);
+  workers.for_each_tile(tiles.size(), [&](std::size_t i) {
+    const ExactFloatMode mode;
+    run(tiles[i]);
+  });
+  UpdateStats stats;
+  for (const auto& tile : tiles) {  // in the order of the tiles, whoever ran them
+    stats.grad_sq_norm += tile.grad_sq_sum;
+    stats.grad_hash += tile.grad_hash;
+    stats.edited += tile.edited;
+  }
+  stats.non_finite = !std::isfinite(stats.grad_sq_norm);
+  return stats;
+}
+
+}  // namespace autohete

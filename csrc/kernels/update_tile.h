@@ -1,0 +1,222 @@
+// One traversal for every update rule: a tile block by block, each block a chain of plain loops.
+//
+// A Rule is a struct with
+//   Span          its UpdateSpan, with `hyper`
+//   Coefficients  what the loop needs of hyper and step, made once per span
+//   kStates       how many state tensors it has at most
+//   states(span)  where they lie
+//   apply(coefficients, block, n)   the arithmetic over one block, an AH_INLINE loop
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include "csrc/kernels/half.h"
+#include "csrc/kernels/hash_run.h"
+#include "csrc/kernels/levels.h"
+#include "csrc/kernels/mix.h"
+#include "csrc/kernels/square_sum.h"
+#include "csrc/kernels/stream_copy.h"
+#include "csrc/kernels/update.h"
+
+namespace autohete {
+
+struct StateStream {
+  const void* in = nullptr;  // null: this rule does without here
+  void* out = nullptr;
+};
+
+// Where one block's values lie, all fp32.
+template <std::size_t states>
+struct UpdateBlock {
+  const float *grad, *param;
+  std::array<const float*, states> state;
+  float* param_out;
+  std::array<float*, states> state_out;
+};
+
+// A piece of one span, and what was seen in it.
+template <typename Rule>
+struct UpdateTile {
+  const typename Rule::Span* span;
+  const typename Rule::Coefficients* coefficients;
+  std::uint64_t position;  // of the span in what is hashed
+  std::size_t begin, end;
+  StreamCopy stream;  // null: all stores go through the caches
+  HashFunction hash;  // null: no by-products
+  double grad_sq_sum = 0;
+  ContentHash grad_hash{};
+  std::size_t edited = 0;
+};
+
+// The master where the half copy is still its rounding, else the half copy. Returns how many
+// differ.
+template <typename Half>
+AH_INLINE std::size_t take_edits(const std::uint16_t* half, const float* master, float* out,
+                                 std::size_t n) {
+  std::uint32_t edited = 0;
+  AH_INDEPENDENT
+  for (std::size_t i = 0; i < n; ++i) {
+    const bool same = Half::narrow(master[i]) == half[i];
+    out[i] = same ? master[i] : Half::widen(half[i]);
+    edited += same ? 0u : 1u;
+  }
+  return edited;
+}
+
+AH_INLINE const float* current_param(const UpdateSpan& span, std::size_t at, std::size_t n,
+                                     float* scratch, std::size_t& edited) {
+  const float* master = span.param_in + at;
+  if (span.half_in == nullptr) return master;
+  const auto* half = static_cast<const std::uint16_t*>(span.half_in) + at;
+  edited += span.half_dtype == DType::kBFloat16 ? take_edits<Bf16>(half, master, scratch, n)
+                                                : take_edits<Fp16>(half, master, scratch, n);
+  return scratch;
+}
+
+// A block at a time is too short a run for the hardware to keep memory busy across five streams and
+// more; asking for the block after the next does (measured: 10 to 15 %).
+AH_INLINE void prefetch(const void* stream, std::size_t item, std::size_t at) {
+  const auto* begin = static_cast<const char*>(stream) + at * item;
+  for (std::size_t byte = 0; byte < kBlock * item; byte += 64) __builtin_prefetch(begin + byte, 1);
+}
+
+template <std::size_t states>
+AH_INLINE void prefetch_ahead(const UpdateSpan& span,
+                              const std::array<StateStream, states>& streams, std::size_t at,
+                              std::size_t end) {
+  at += 2 * kBlock;
+  if (at + kBlock > end) return;
+  prefetch(span.param_in, sizeof(float), at);
+  for (const StateStream& stream : streams) {
+    if (stream.in != nullptr) prefetch(stream.in, item_bytes(span.state_dtype), at);
+  }
+  if (span.half_in != nullptr) prefetch(span.half_in, item_bytes(span.half_dtype), at);
+  prefetch(span.grad, item_bytes(span.grad_dtype), at);
+}
+
+// bf16 rounded up or down at random. What is too large for bf16 is not rounded up to infinity, and
+// NaN is made the quiet one, as Bf16 does.
+AH_INLINE void narrow_at_random(const float* in, std::uint16_t* out, std::size_t n,
+                                const RandomKey& key, std::uint32_t counter, unsigned shift) {
+  AH_INDEPENDENT
+  for (std::size_t i = 0; i < n; ++i) {
+    const auto bits = __builtin_bit_cast(std::uint32_t, in[i]);
+    const auto magnitude = static_cast<std::int32_t>(bits & 0x7fffffffu);
+    const std::uint32_t noise =
+        (key.at(counter + static_cast<std::uint32_t>(i)) >> shift) & 0xffffu;
+    const std::uint32_t rounded = bits + (magnitude < 0x7f7f0000 ? noise : 0u);
+    const std::uint32_t nan = bits | 0x00400000u;
+    out[i] = static_cast<std::uint16_t>((magnitude > kInfinityBits ? nan : rounded) >> 16);
+  }
+}
+
+// The half copy of `param`. One that was read for edits is in the cache already.
+AH_INLINE void store_half(const UpdateSpan& span, StreamCopy stream, const float* param,
+                          std::size_t at, std::size_t n) {
+  auto* out = static_cast<std::uint16_t*>(span.half_out) + at;
+  if (stream == nullptr || span.half_in == span.half_out) {
+    return narrow(param, out, span.half_dtype, n);
+  }
+  alignas(64) std::uint16_t scratch[kBlock];
+  narrow(param, scratch, span.half_dtype, n);
+  stream(out, scratch, n * sizeof(std::uint16_t));
+}
+
+// New values on their way to where they cannot be written at once: past the caches, or to bf16.
+template <std::size_t states>
+struct FreshBlock {
+  alignas(64) float param[kBlock];
+  alignas(64) float state[states][kBlock];
+};
+
+// State `s` of a block to its place, rounded at random where it is bf16.
+AH_INLINE void store_state(const UpdateSpan& span, const RandomKey& key, StreamCopy stream,
+                           const float* fresh, void* out, std::size_t at, std::size_t n,
+                           std::size_t s) {
+  if (span.state_dtype == DType::kFloat32) {
+    return stream(static_cast<float*>(out) + at, fresh, n * sizeof(float));
+  }
+  const auto counter = static_cast<std::uint32_t>(span.offset + at);
+  const unsigned shift = s == 0 ? 16 : 0;  // two states share a random number's halves
+  narrow_at_random(fresh, static_cast<std::uint16_t*>(out) + at, n, key, counter, shift);
+}
+
+// What a tile is walked with: its streams and the scratch of one block.
+template <typename Rule>
+class TileWalk {
+ public:
+  AH_INLINE explicit TileWalk(UpdateTile<Rule>& tile)
+      : tile_(tile),
+        span_(*tile.span),
+        streams_(Rule::states(*tile.span)),
+        // A destination that is read too is in the caches already.
+        past_caches_(tile.stream != nullptr && span_.param_out != span_.param_in),
+        fp32_state_(span_.state_dtype == DType::kFloat32),
+        key_(mix64(mix64(span_.seed + kMixStep) + static_cast<std::uint64_t>(span_.step))),
+        hash_{item_bytes(span_.grad_dtype)} {}
+
+  AH_INLINE void run() {
+    for (std::size_t at = tile_.begin; at < tile_.end; at += kBlock) {
+      step(at, std::min(kBlock, tile_.end - at));
+    }
+    if (tile_.stream != nullptr) stream_fence();
+    tile_.grad_sq_sum = squares_.total();
+    tile_.grad_hash = hash_.sum;
+  }
+
+ private:
+  AH_INLINE void step(std::size_t at, std::size_t n) {
+    prefetch_ahead(span_, streams_, at, tile_.end);
+    UpdateBlock<Rule::kStates> block;
+    block.grad = widened(span_.grad, span_.grad_dtype, at, n, grad_);
+    if (tile_.hash != nullptr) look_at(block.grad, at, n);
+    block.param = current_param(span_, at, n, param_, tile_.edited);
+    block.param_out = past_caches_ ? fresh_.param : span_.param_out + at;
+    for (std::size_t s = 0; s < Rule::kStates; ++s) place_state(block, at, n, s);
+    Rule::apply(*tile_.coefficients, block, n);
+    if (span_.half_out != nullptr) store_half(span_, tile_.stream, block.param_out, at, n);
+    if (past_caches_) tile_.stream(span_.param_out + at, fresh_.param, n * sizeof(float));
+    if (past_caches_ || !fp32_state_) store_states(at, n);
+  }
+
+  AH_INLINE void look_at(const float* grad, std::size_t at, std::size_t n) {
+    squares_.add(grad, n);
+    hash_.items = static_cast<const char*>(span_.grad) + at * hash_.item_bytes;
+    hash_.position = tile_.position + at;
+    hash_.numel = n;
+    tile_.hash(hash_);
+  }
+
+  AH_INLINE void place_state(UpdateBlock<Rule::kStates>& block, std::size_t at, std::size_t n,
+                             std::size_t s) {
+    const StateStream& stream = streams_[s];
+    block.state[s] = nullptr;
+    block.state_out[s] = nullptr;
+    if (stream.in == nullptr) return;
+    block.state[s] = widened(stream.in, span_.state_dtype, at, n, state_[s]);
+    block.state_out[s] =
+        past_caches_ || !fp32_state_ ? fresh_.state[s] : static_cast<float*>(stream.out) + at;
+  }
+
+  AH_INLINE void store_states(std::size_t at, std::size_t n) {
+    for (std::size_t s = 0; s < Rule::kStates; ++s) {
+      if (streams_[s].in == nullptr) continue;
+      store_state(span_, key_, tile_.stream, fresh_.state[s], streams_[s].out, at, n, s);
+    }
+  }
+
+  UpdateTile<Rule>& tile_;
+  const UpdateSpan& span_;
+  const std::array<StateStream, Rule::kStates> streams_;
+  const bool past_caches_, fp32_state_;
+  const RandomKey key_;
+  alignas(64) float grad_[kBlock], param_[kBlock], state_[Rule::kStates][kBlock];
+  FreshBlock<Rule::kStates> fresh_;
+  SquareSum squares_;
+  HashRun hash_;
+};
+
+}  // namespace autohete
