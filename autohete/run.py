@@ -159,6 +159,7 @@ class Run:
 
     def _install(self) -> None:
         for index, unit in enumerate(self.units):
+            assert unit.has_its_parameters()  # takes note of them
             for module in unit.modules:
                 self._hook(UnitForward(self, module, index))
         for module in self.model.modules():
@@ -299,6 +300,12 @@ class Run:
             self.side.charge_activations(False)
         elif meter := self.plans.measuring():
             meter.forward_over()
+
+    def recomputes(self, index: int) -> bool:
+        """Whether the unit's forward runs again in backward. With exchanged parameters it cannot:
+        they may not be there any more then.
+        """
+        return self.plans.recomputes(index) and self.units[index].has_its_parameters()
 
     def enter_forward(self, index: int, tracked: bool) -> None:
         backward = in_backward()

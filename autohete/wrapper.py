@@ -84,6 +84,9 @@ class AutoHeteWrapper(nn.Module):
         vars(self)["_optimizer"] = optimizer
         vars(self)["_config"] = config
         vars(self)["run"] = None
+        # Whatever is registered here is registered with the model, and functional_call finds it.
+        for registry in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            vars(self)[registry] = vars(model)[registry]
         self.training = model.training
 
     # ---------------------------------------------------------------- attaching
