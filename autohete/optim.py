@@ -102,7 +102,7 @@ class CPUAdamW(Optimizer):
         group = self.param_groups[-1]
         try:
             _check_hyper_parameters(group)
-            for param in group["params"]:
+            for param in filter(_is_trained, group["params"]):
                 _check_param(param)
         except ValueError:
             self.param_groups.pop()
@@ -245,6 +245,10 @@ def _check_hyper_parameters(group: dict[str, Any]) -> None:
     for i, beta in enumerate(group["betas"]):
         if not 0.0 <= float(beta) < 1.0:
             raise ValueError(f"AdamW: betas[{i}] is {float(beta)}, expected 0 <= beta < 1")
+
+
+def _is_trained(param: Tensor) -> bool:
+    return param.requires_grad
 
 
 def _check_param(param: Tensor) -> None:

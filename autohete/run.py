@@ -33,6 +33,7 @@ from autohete.hooks import (
 )
 from autohete.layout import (
     check_budgets,
+    check_gradients,
     check_pair,
     convert,
     host_ranges,
@@ -281,6 +282,7 @@ class Run:
             self.abandon()
         if tracked and self.plans.is_measured() and self.num_steps:
             self._replan()
+        check_gradients(self.engine, self.units)
         self._guard_all()
         self.side.charge_activations(True)
         if tracked and (meter := self.plans.measuring()):
