@@ -189,19 +189,27 @@ class RootForward(HookedForward):
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = self.run
-        if run is None or in_backward() or inside_transform():
+        if self.run is None:
             return self.forward(*args, **kwargs)
-        with run.lock:
-            run.begin_forward(args, kwargs)
-            try:
-                out = self.forward(*args, **kwargs)
-            except BaseException:
-                run.abandon()
-                raise
-            run.end_forward()
-        if torch.is_grad_enabled():
-            for tensor in tensors_in(out):
-                if tensor.requires_grad:
-                    tensor.register_hook(run.begin_backward)
-        return out
+        return as_root(self.run, self.forward, args, kwargs)
+
+
+def as_root(
+    run: Run, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call `function` as the forward of the whole model; one inside another is fine."""
+    if in_backward() or inside_transform():
+        return function(*args, **kwargs)
+    with run.lock:
+        run.begin_forward(args, kwargs)
+        try:
+            out = function(*args, **kwargs)
+        except BaseException:
+            run.abandon()
+            raise
+        run.end_forward()
+    if torch.is_grad_enabled():
+        for tensor in tensors_in(out):
+            if tensor.requires_grad:
+                tensor.register_hook(run.begin_backward)
+    return out
