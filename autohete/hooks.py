@@ -13,7 +13,7 @@ import copy
 import inspect
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,27 @@ if TYPE_CHECKING:
     from autohete.run import Run
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def not_traced(function: F) -> F:
+    """Keep torch.compile out of it; what was compiled by itself, inside or outside, stays so."""
+    disable: Any = torch._disable_dynamo  # type: ignore[attr-defined]
+    disabled: F = disable(function)
+    return disabled
+
+
 def in_backward() -> bool:
     """Return whether this thread is inside a backward pass (a recomputed forward, say)."""
     return torch._C._current_graph_task_id() != -1
+
+
+def inside_transform() -> bool:
+    """Return whether torch.func's grad, vmap or jvp runs: it has graphs of its own.
+
+    Nothing is moved or recomputed there; guards still wait for newest values.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _may_recompute() -> bool:
@@ -84,9 +102,10 @@ class UnitForward(HookedForward):
         super().__init__(run, module)
         self.unit = unit
 
+    @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = self.run
-        if run is None:
+        if run is None or inside_transform():
             return self.forward(*args, **kwargs)
         tracked = torch.is_grad_enabled()
         call = UnitCall(run, self.unit) if tracked else None
@@ -94,7 +113,7 @@ class UnitForward(HookedForward):
         try:
             if call is not None:
                 call.watch_inputs((args, kwargs))
-            if tracked and run.plans.recomputes(self.unit) and _may_recompute():
+            if tracked and run.recomputes(self.unit) and _may_recompute():
                 out = recompute_later(run.units[self.unit], run.metered(self), args, kwargs)
             else:
                 out = self.forward(*args, **kwargs)
@@ -156,6 +175,7 @@ class PeekingForward(HookedForward):
             if any(id(p) in seen for p in unit.parameters)
         ]
 
+    @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = self.run
         if run is not None and not self.module.training and not in_backward():
@@ -167,20 +187,29 @@ class PeekingForward(HookedForward):
 class RootForward(HookedForward):
     """Begins and ends the forward of the whole model, and finds the end of its backward."""
 
+    @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = self.run
-        if run is None or in_backward():
+        if self.run is None:
             return self.forward(*args, **kwargs)
-        with run.lock:
-            run.begin_forward(args, kwargs)
-            try:
-                out = self.forward(*args, **kwargs)
-            except BaseException:
-                run.abandon()
-                raise
-            run.end_forward()
-        if torch.is_grad_enabled():
-            for tensor in tensors_in(out):
-                if tensor.requires_grad:
-                    tensor.register_hook(run.begin_backward)
-        return out
+        return as_root(self.run, self.forward, args, kwargs)
+
+
+def as_root(
+    run: Run, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call `function` as the forward of the whole model; one inside another is fine."""
+    if in_backward() or inside_transform():
+        return function(*args, **kwargs)
+    with run.lock:
+        run.begin_forward(args, kwargs)
+        try:
+            out = function(*args, **kwargs)
+        except BaseException:
+            run.abandon()
+            raise
+        run.end_forward()
+    if torch.is_grad_enabled():
+        for tensor in tensors_in(out):
+            if tensor.requires_grad:
+                tensor.register_hook(run.begin_backward)
+    return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,6 +57,8 @@ def check_pair(model: nn.Module, optimizer: Optimizer) -> None:
                 "for each parameter; wrap one module that contains both models"
             )
     _check_aliases(model)
+    _check_views(model)
+    _check_layers(model, optimizer)
     known = {id(p) for p in model.parameters()}
     foreign = [
         tuple(p.shape)
@@ -81,6 +84,73 @@ def _check_aliases(model: nn.Module) -> None:
             raise ValueError(
                 f"model: parameters {other} and {name} share memory, expected memory of their own; "
                 "tie weights by using one Parameter in both places"
+            )
+
+
+def _check_views(model: nn.Module) -> None:
+    """Parameters get memory of their own, so a larger tensor they are part of would not follow."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    plain = [(n, t) for n, t in tensors if t.layout == torch.strided and not t.is_meta]
+    name = held_elsewhere(plain)
+    if name is not None:
+        raise ValueError(
+            f"model: parameter {name} is part of a larger tensor that is held elsewhere, expected "
+            "memory of its own; the larger one would not follow any more: give the parameter a "
+            "clone, or drop the larger tensor"
+        )
+
+
+def check_gradients(engine: _C.Engine, units: list[Unit]) -> None:
+    """Gradients leave one by one, so a flat buffer that they are part of would not follow."""
+    parts = engine.gradient_parts()
+    if not parts:
+        return
+    name = held_elsewhere([(units[u].name, gradient) for u, gradient in parts])
+    if name is not None:
+        raise ValueError(
+            f"autohete: a gradient of unit {name} is part of a larger tensor that is held "
+            "elsewhere, expected memory of its own; keep no flat buffer over p.grad, which each "
+            "step reads and frees by itself"
+        )
+
+
+def held_elsewhere(tensors: list[tuple[str, Tensor]]) -> str | None:
+    """Return the name of the first that is part of a larger tensor somebody else holds, if any."""
+    holders: dict[int, set[int]] = {}
+    for _, tensor in tensors:
+        holder = holders.setdefault(tensor.untyped_storage()._cdata, set())
+        holder.add(tensor._cdata)
+        if tensor._base is not None:
+            holder.add(tensor._base._cdata)  # a view keeps its base alive by itself
+    for name, tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() <= tensor.nbytes:
+            continue
+        ours = len(holders[storage._cdata]) + 1  # the object `storage` holds it too
+        if torch._C._storage_Use_Count(storage._cdata) > ours or _base_is_held(tensor):
+            return name
+    return None
+
+
+def _base_is_held(view: Tensor) -> bool:
+    return view._base is not None and _references(view) > _references(torch.zeros(2)[:1])
+
+
+def _references(view: Tensor) -> int:
+    base = view._base
+    return sys.getrefcount(base)
+
+
+def _check_layers(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise ValueError for layers whose gradients are sparse."""
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or not module.sparse:
+            continue
+        if module.weight.requires_grad and id(module.weight) in stepped:
+            raise ValueError(
+                f"model: {name} has sparse=True, expected dense gradients; set sparse=False on "
+                "it, or freeze it"
             )
 
 

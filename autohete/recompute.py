@@ -2,8 +2,10 @@
 
 It is torch's non-reentrant checkpoint, plus what that leaves open: what the first run wrote to. The
 second run starts from what the first one started from: inputs that the unit edits in place, objects
-such as key-value caches, buffers such as running statistics; and it leaves no second mark on them.
-When somebody else edited an input, it raises instead of giving other gradients than plain PyTorch.
+such as key-value caches, buffers such as running statistics, attributes such as counters and
+generators; and it leaves no second mark on them. When somebody else edited an input, it raises
+instead of giving other gradients than plain PyTorch; and so it does when the first recomputations
+give another output, for what a layer keeps elsewhere is out of reach.
 """
 
 from __future__ import annotations
@@ -11,17 +13,19 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from autohete.attributes import Attributes
 from autohete.units import Buffer, Unit, tensors_in
 
+_NUM_COMPARED = 2  # of a unit's first recomputations
 _DEPTH = 8  # how far into nested objects; a key-value cache of encoder and decoder is 6 deep
 
 
@@ -29,11 +33,13 @@ def recompute_later(
     unit: Unit, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call `forward`; backward calls it again for what it needs."""
-    run = _TwiceRun(unit, forward)
-    if unit.edits_inputs is False or inside_outer_checkpoint():
-        # torch keeps the inputs: freed by an outer checkpoint, refused once they were edited.
-        return checkpoint(run, *args, use_reentrant=False, **kwargs)
-    return checkpoint(lambda: run(*args, **kwargs), use_reentrant=False)
+    nested = inside_outer_checkpoint()
+    run = _TwiceRun(unit, forward, compares=unit.num_compared < _NUM_COMPARED and not nested)
+    with set_checkpoint_early_stop(False) if run.compares else nullcontext():
+        if unit.edits_inputs is False or nested:
+            # torch keeps the inputs: freed by an outer checkpoint, refused once they were edited.
+            return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        return checkpoint(lambda: run(*args, **kwargs), use_reentrant=False)
 
 
 def inside_outer_checkpoint() -> bool:
@@ -47,14 +53,17 @@ def inside_outer_checkpoint() -> bool:
 class _TwiceRun:
     """One call of a unit: the first run, and the same run again."""
 
-    def __init__(self, unit: Unit, forward: Callable[..., Any]) -> None:
+    def __init__(self, unit: Unit, forward: Callable[..., Any], *, compares: bool) -> None:
         self._unit = unit
+        self.compares = compares
+        self._output: list[tuple[float, float]] = []
         self._forward = forward
         self._versions: list[int] | None = None
         self._copies: dict[int, Tensor] = {}
         self._objects: dict[int, Any] = {}
         self._buffers: dict[Buffer, Tensor] = {}
         self._random = (random.getstate(), np.random.get_state())
+        self._attributes = Attributes(unit.modules)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._versions is None:
@@ -66,8 +75,25 @@ class _TwiceRun:
                 "forward, expected the same values for its recomputation in backward; edit a copy, "
                 "or give a plan= that keeps this unit's activations"
             )
-        with _buffers_from(self._buffers), _random_from(self._random):
-            return self._forward(*args, **kwargs)
+        with (
+            _buffers_from(self._buffers),
+            _random_from(self._random),
+            self._attributes.put_back(),
+        ):
+            out = self._forward(*args, **kwargs)
+        if self.compares:
+            self._compare(_sums(out))
+        return out
+
+    def _compare(self, output: list[tuple[float, float]]) -> None:
+        self._unit.num_compared += 1
+        if not all(map(_is_close, output, self._output)):
+            raise RuntimeError(
+                f"unit {self._unit.name}: its forward gave another output when it was recomputed "
+                "in backward, expected the same; it draws from a generator or counts in a place "
+                "that is not an attribute of its modules: keep it in one, or give a plan= that "
+                "keeps this unit's activations"
+            )
 
     def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = self._unit
@@ -83,6 +109,8 @@ class _TwiceRun:
         written = _all_buffers(unit) if unit.written_buffers is None else unit.written_buffers
         self._buffers = {key: _value(key).clone() for key in written}
         out = self._forward(*args, **kwargs)
+        if self.compares:
+            self._output = _sums(out)
         if unit.written_buffers is None:
             unit.written_buffers = [
                 key for key, old in self._buffers.items() if not torch.equal(old, _value(key))
@@ -102,6 +130,21 @@ class _TwiceRun:
         if id(leaf) in self._objects:
             return _twin(self._objects[id(leaf)], self._copies)
         return _twin(leaf, self._copies) if isinstance(leaf, Tensor) else leaf
+
+
+def _sums(out: Any) -> list[tuple[float, float]]:
+    """Two sums for each tensor of floating point, to compare one output with another."""
+    with torch.no_grad():
+        return [
+            (t.sum(dtype=torch.float64).item(), 1e-4 * t.abs().sum().item() * t.is_cuda)
+            for t in tensors_in(out)
+            if t.is_floating_point()
+        ]
+
+
+def _is_close(a: tuple[float, float], b: tuple[float, float]) -> bool:
+    """Equal; on a GPU some kernels add in another order each time."""
+    return abs(a[0] - b[0]) <= a[1] or repr(a[0]) == repr(b[0])  # two NaNs are the same
 
 
 @contextmanager

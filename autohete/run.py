@@ -34,6 +34,7 @@ from autohete.hooks import (
 )
 from autohete.layout import (
     check_budgets,
+    check_gradients,
     check_pair,
     convert,
     host_ranges,
@@ -163,6 +164,7 @@ class Run:
 
     def _install(self) -> None:
         for index, unit in enumerate(self.units):
+            assert unit.has_its_parameters()  # takes note of them
             for module in unit.modules:
                 self._hook(UnitForward(self, module, index))
         for module in self.model.modules():
@@ -290,6 +292,7 @@ class Run:
             self.abandon()
         if tracked and self.plans.is_measured() and self.num_steps:
             self._replan()
+        check_gradients(self.engine, self.units)
         self._guard_all()
         if tracked:
             self.early.forward_begins()
@@ -312,6 +315,12 @@ class Run:
             self.side.charge_activations(False)
         elif meter := self.plans.measuring():
             meter.forward_over()
+
+    def recomputes(self, index: int) -> bool:
+        """Whether the unit's forward runs again in backward. With exchanged parameters it cannot:
+        they may not be there any more then.
+        """
+        return self.plans.recomputes(index) and self.units[index].has_its_parameters()
 
     def enter_forward(self, index: int, tracked: bool) -> None:
         backward = in_backward()

@@ -17,12 +17,14 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from autohete import _C
 from autohete.cuda_update import update_on_cuda
+from autohete.layout import check_gradients
 from autohete.optim import CPUAdam, CPUAdamW, hyper_of, loaded_state
 
 if TYPE_CHECKING:
     from autohete.run import Run
 
 _NATIVE = (AdamW, Adam, CPUAdamW, CPUAdam)
+_UPDATED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class OptimizerBridge:
@@ -38,6 +40,13 @@ class OptimizerBridge:
             and not any(group.get("differentiable") for group in optimizer.param_groups)
         )
         self.amsgrad = any(group.get("amsgrad") for group in optimizer.param_groups)
+        # In the optimizer, but frozen and of a dtype that is not updated (integers, say).
+        self._frozen = [
+            p
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if not p.requires_grad and p.dtype not in _UPDATED
+        ]
         self._group_of = self._groups()
         self._places: dict[int, tuple[int, int]] = {}
         self._seen: dict[tuple[int, int], dict[str, Any]] = {}
@@ -55,14 +64,25 @@ class OptimizerBridge:
             )
 
     def _groups(self) -> dict[int, int]:
+        frozen = {id(p) for p in self._frozen}
         return {
             id(p): index
             for index, group in enumerate(self.optimizer.param_groups)
             for p in group["params"]
+            if id(p) not in frozen
         }
 
+    def _check_frozen(self) -> None:
+        for parameter in self._frozen:
+            if parameter.grad is not None:
+                raise ValueError(
+                    f"optimizer: a parameter of shape {tuple(parameter.shape)} is "
+                    f"{parameter.dtype} and was frozen when it was wrapped, expected it to stay "
+                    "so; unwrap() before training it and wrap again after"
+                )
+
     def updates(self, parameter: nn.Parameter) -> bool:
-        """Whether the optimizer has the parameter."""
+        """Whether the optimizer has the parameter, of a dtype that can be updated."""
         return id(parameter) in self._group_of
 
     # ---------------------------------------------------------------- install and remove
@@ -159,6 +179,8 @@ class OptimizerBridge:
     def commit(self) -> list[list[Tensor]]:
         """Hand this step's hyper-parameters to the engine; return the moments by unit."""
         engine = self._run.engine
+        check_gradients(engine, self._run.units)
+        self._check_frozen()
         if self._groups() != self._group_of:
             self._regroup()
         self.adopt_states()
@@ -168,6 +190,8 @@ class OptimizerBridge:
         hypers = self.hypers()
         engine.commit(hypers)
         self._run.early.step_taken(hypers[0].grad_scale if hypers else 1.0)
+        for u, i in engine.take_relaid():
+            self._publish(u, i)
         if self._run.side.torch_device.type != "cpu":
             managed = self._run.plans.is_managed
             update_on_cuda(self._run.units, managed, self._seen, hypers, self._group_of)

@@ -31,12 +31,30 @@ class Unit:
     """Whether its forward writes to its own inputs; None until it has run."""
     written_buffers: list[Buffer] | None = None
     """Buffers its forward writes to; None until it has run."""
+    num_compared: int = 0
+    """Recomputations whose output was compared with the first run's."""
+    _places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] | None = None
 
     @property
     def kind(self) -> str:
         """Equal for units of equal modules with equal shapes."""
         shapes = ",".join(f"{tuple(p.shape)}{p.dtype}{p.requires_grad}" for p in self.parameters)
         return "+".join(type(m).__name__ for m in self.modules) + f"[{shapes}]"
+
+    def has_its_parameters(self) -> bool:
+        """Whether its modules hold the parameters they held when first asked.
+
+        functional_call and parametrizations exchange them, for a while or for good.
+        """
+        if self._places is None:
+            self._places = [
+                (module._parameters, name, parameter)
+                for root in self.modules
+                for module in (root.modules() if self.is_layer else [root])
+                for name, parameter in module._parameters.items()
+                if parameter is not None
+            ]
+        return all(owner.get(name) is parameter for owner, name, parameter in self._places)
 
 
 def find_units(model: nn.Module, layers: Layers = None) -> list[Unit]:

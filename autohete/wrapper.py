@@ -21,6 +21,11 @@ from autohete.run_report import RunReport, chrome_trace
 from autohete.run_trace import RunTrace
 
 _PAIR = ("model", "optimizer")
+_MODULES_OWN = vars(nn.Module()).keys()  # the training mode, hooks and their flags
+
+
+def _itself(model: nn.Module) -> nn.Module:
+    return model
 
 
 class AutoHeteWrapper(nn.Module):
@@ -85,6 +90,9 @@ class AutoHeteWrapper(nn.Module):
         vars(self)["_optimizer"] = optimizer
         vars(self)["_config"] = config
         vars(self)["run"] = None
+        # Whatever is registered here is registered with the model, and functional_call finds it.
+        for registry in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            vars(self)[registry] = vars(model)[registry]
         self.training = model.training
 
     # ---------------------------------------------------------------- attaching
@@ -260,10 +268,26 @@ class AutoHeteWrapper(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name in ("module", "run"):  # not set yet: a failed constructor, or unpickling
             raise AttributeError(name)
+        if name == "_ddp_params_and_buffers_to_ignore":  # the first thing DDP asks a module
+            raise ValueError(
+                "AutoHeteWrapper: DistributedDataParallel was put around it, expected one process; "
+                "start the script without a launcher"
+            )
         return getattr(self.module, name)
 
+    def __getitem__(self, key: Any) -> Any:
+        container: Any = self.module
+        return container[key]
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.module, name)
+
+    def __reduce__(self) -> Any:
+        """Pickle as the plain model, like a copy."""
+        return _itself, (self.module,)
+
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "training" or hasattr(type(self), name):
+        if name in _MODULES_OWN or hasattr(type(self), name):
             super().__setattr__(name, value)
         else:
             setattr(self.module, name, value)
@@ -310,8 +334,8 @@ class AutoHeteWrapper(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> AutoHeteWrapper:
         raise ValueError(
-            "AutoHeteWrapper: dtype conversions (half(), float(), double()) are not possible after "
-            "wrapping; use precision= when wrapping, or unwrap() first"
+            "AutoHeteWrapper: dtype conversions (half(), float(), double()) and share_memory() are "
+            "not possible after wrapping; use precision= when wrapping, or unwrap() first"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:

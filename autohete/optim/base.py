@@ -107,7 +107,8 @@ class CPUOptimizer(Optimizer):
         try:
             self._check_group(group)
             for param in group["params"]:
-                self._check_param(param)
+                if param.requires_grad:  # a frozen one may be of any dtype
+                    self._check_param(param)
         except ValueError:
             self.param_groups.pop()
             raise

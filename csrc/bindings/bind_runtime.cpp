@@ -196,6 +196,8 @@ void bind_engine(py::module_& module) {
       .def("take_back", [](TorchEngine& self) { self.engine().take_back(); })
       .def("settle_gradients", &TorchEngine::settle_gradients)
       .def("synchronize", &TorchEngine::synchronize)
+      .def("gradient_parts", &TorchEngine::gradient_parts)
+      .def("take_relaid", &TorchEngine::take_relaid)
       .def("missing_state", &TorchEngine::missing_state)
       .def("make_state", &TorchEngine::make_state)
       .def("forget_state",

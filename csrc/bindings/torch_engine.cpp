@@ -409,6 +409,26 @@ void TorchEngine::synchronize() {
   engine_.synchronize();
 }
 
+std::vector<std::pair<int, at::Tensor>> TorchEngine::gradient_parts() const {
+  std::vector<std::pair<int, at::Tensor>> parts;
+  for (int u = 0; u < num_units(); ++u) {
+    for (const TorchParameter& parameter : units_[u]->parameters()) {
+      const at::Tensor& gradient = parameter.value.tensor().grad();
+      if (gradient.defined() && gradient.has_storage() &&
+          gradient.storage().nbytes() > gradient.nbytes())
+        parts.emplace_back(u, gradient);
+    }
+  }
+  return parts;
+}
+
+std::vector<std::pair<int, int>> TorchEngine::take_relaid() {
+  std::vector<std::pair<int, int>> all;
+  for (int u = 0; u < num_units(); ++u)
+    for (const std::size_t i : units_[u]->take_relaid()) all.emplace_back(u, static_cast<int>(i));
+  return all;
+}
+
 std::vector<std::pair<int, int>> TorchEngine::missing_state() {
   std::vector<std::pair<int, int>> missing;
   for (int u = 0; u < num_units(); ++u) {

@@ -88,7 +88,12 @@ class TorchEngine {
   void settle_gradients(int unit);
   void synchronize();
 
+  // (unit, gradient) where the gradient is part of a larger tensor.
+  std::vector<std::pair<int, at::Tensor>> gradient_parts() const;
+
   // --- the step
+  // (unit, index) of parameters whose state has new tensors, since their layout was changed.
+  std::vector<std::pair<int, int>> take_relaid();
   // (unit, index) of parameters that have a gradient and no optimizer state yet.
   std::vector<std::pair<int, int>> missing_state();
   void make_state(int unit, int index) { units_.at(unit)->make_state(index); }

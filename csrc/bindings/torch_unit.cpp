@@ -216,22 +216,50 @@ void TorchUnit::point_parameters(const BlockPtr& block) {
 }
 
 bool TorchUnit::has_replaced() const {
+  for (const TorchParameter& parameter : parameters_)
+    require(parameter.value.has_our_memory(), "autohete: a parameter of unit ", name_,
+            " was given other memory (share_memory_()) after wrapping, expected its own; unwrap() "
+            "before sharing it with other processes");
   return std::any_of(parameters_.begin(), parameters_.end(),
                      [](const TorchParameter& parameter) { return parameter.value.replaced(); });
 }
 
 bool TorchUnit::adopt_replaced() {
   bool any = false;
-  for (TorchParameter& parameter : parameters_) {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    TorchParameter& parameter = parameters_[i];
     if (!parameter.value.replaced()) continue;
     const at::Tensor& tensor = parameter.value.tensor();
     require(tensor.nbytes() == parameter.value.bytes(), "autohete: a parameter of unit ", name_,
             " has ", tensor.nbytes(), " bytes, expected ", parameter.value.bytes(),
             "; its size or dtype was changed after wrapping: unwrap() before, wrap again after");
     parameter.value.move_into(newest_block(), device_);
+    lay_out_like_parameter(i);
     any = true;
   }
   return any;
+}
+
+// The update goes over parameter, gradient and state in one order of elements.
+void TorchUnit::lay_out_like_parameter(std::size_t i) {
+  TorchParameter& parameter = parameters_[i];
+  const at::Tensor& value = parameter.value.tensor();
+  if (auto landed = parameter.landed.lock();
+      landed && value.grad().defined() && value.grad().strides() != value.strides()) {
+    copy_out(*landed, Tier::kHost);  // new again: it is laid out when it is collected
+    parameter.landed.reset();
+  }
+  HomedTensor* const arrays[] = {&parameter.exp_avg, &parameter.exp_avg_sq,
+                                 &parameter.max_exp_avg_sq, &parameter.master};
+  for (int index = kExpAvg; index <= kMaster; ++index) {
+    HomedTensor& array = *arrays[index];
+    if (!array.defined() || array.tensor().strides() == value.strides()) continue;
+    const at::Tensor old = array.tensor().clone();
+    if (!array.replaced()) array.let_go(state_->tier());
+    array = state_array(i, index);
+    array.tensor().copy_(old);
+    if (relaid_.empty() || relaid_.back() != i) relaid_.push_back(i);
+  }
 }
 
 void TorchUnit::take_edits(const CopyAndWait& copy) {

@@ -9,6 +9,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "csrc/kernels/adamw.h"
@@ -83,11 +84,14 @@ class TorchUnit {
     return plan_.parameters == Tier::kHost ? params_host_ : params_device_;
   }
 
-  // The user gave some parameter another storage (p.data = x).
+  // The user gave some parameter another storage (p.data = x). Throws std::invalid_argument when
+  // they gave a storage other memory instead (share_memory_()), which cannot be followed.
   bool has_replaced() const;
   // Makes parameters the user gave another storage ours again (their bytes move into the newest
-  // block). Returns true when there were any.
+  // block; their state takes their layout). Returns true when there were any.
   bool adopt_replaced();
+  // Parameters whose state has new tensors since the last call.
+  std::vector<std::size_t> take_relaid() { return std::exchange(relaid_, {}); }
   // The user may have edited parameters: brings the host's copy of device parameters up to date.
   // (Masters of half parameters follow in the update itself, see AdamSpan::half_in.)
   void take_edits(const CopyAndWait& copy);
@@ -152,6 +156,7 @@ class TorchUnit {
   c10::Device state_device() const;
   HomedTensor state_array(std::size_t i, int index) const;
   AdamSpan span_at_home(TorchParameter& parameter, const std::vector<AdamHyper>& hypers);
+  void lay_out_like_parameter(std::size_t i);
 
   std::string name_;
   c10::Device device_;
@@ -162,6 +167,7 @@ class TorchUnit {
   BlockPtr params_host_, params_device_, gradients_host_, state_;
   BlockPtr spare_params_, spare_state_;
   bool leaving_ = false;
+  std::vector<std::size_t> relaid_;
 };
 
 }  // namespace autohete

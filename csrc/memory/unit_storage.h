@@ -57,6 +57,8 @@ class HomedTensor {
   void leave(const BlockPtr& block, c10::Device device);
   // The user gave the tensor another storage, dtype or size since move_into (p.data = x).
   bool replaced() const;
+  // False when somebody gave the storage itself other memory (share_memory_()).
+  bool has_our_memory() const { return stands_in_a_block(storage_); }
 
  private:
   at::Tensor tensor_;

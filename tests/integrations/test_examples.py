@@ -17,10 +17,16 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
-    ["trainer.py --steps 6 --check", "accelerate_loop.py --batches 12 --check"],
+    [
+        "trainer.py --steps 6 --check",
+        "accelerate_loop.py --batches 12 --check",
+        "lightning_module.py --steps 12 --check",
+    ],
 )
 def test_the_example_equals_the_plain_run(tmp_path, command):
     name, *arguments = command.split()
+    if "lightning" in name:
+        pytest.importorskip("lightning", reason="lightning is not installed")
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / name), *arguments],
         cwd=tmp_path,
