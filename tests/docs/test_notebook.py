@@ -28,7 +28,10 @@ def test_the_notebook_is_kept_without_outputs() -> None:
 
 
 @pytest.mark.slow
-def test_every_cell_can_be_run_again_in_the_same_kernel(tmp_path: Path) -> None:
+def test_every_cell_can_be_run_again_in_the_same_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(NOTEBOOK.parent.parent))  # the kernel starts elsewhere
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     client = nbclient.NotebookClient(
         notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}
