@@ -73,7 +73,7 @@ def test_nodes_are_read_in_order(tmp_path: Path) -> None:
     [
         ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12", "535.183.01"),
         (
-            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release",
+            "NVRM version: UNIX Open Kernel Module for x86_64  580.95.05  Release",
             "580.95.05",
         ),
     ],
