@@ -15,7 +15,7 @@ author = "the autohete authors"
 release = version = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
-nitpicky = False
+default_role = "literal"  # `name` in docstrings is code
 
 myst_heading_anchors = 3
 myst_enable_extensions = ["attrs_inline"]
