@@ -4,6 +4,8 @@
 #   make demo        train a small GPT in a third of the device memory it needs (about 2 minutes)
 #   make test        the fast tests            make test-slow   the slow ones
 #   make lint        ruff, mypy, clang-format  make format      let ruff and clang-format rewrite
+#   make docs        the site, in build/site
+#   make dist        a source archive and a manylinux wheel for this torch, in dist/
 #   make build       the native modules, in place          make clean   remove what make made
 #
 # PYTHON=python3.12 chooses the interpreter, VENV=dir the environment, TORCH="torch==2.14.*" the
@@ -22,7 +24,7 @@ NATIVE := $(shell find csrc -name '*.cpp' -o -name '*.h') $(wildcard buildtools/
 TORCH_INSTALLED = $(wildcard $(VENV)/lib/python*/site-packages/torch/version.py)
 CPP_FILES = $(shell git ls-files '*.cpp' '*.h')
 
-.PHONY: demo test test-slow lint format stubs build clean
+.PHONY: demo test test-slow lint format stubs docs dist build clean
 .DELETE_ON_ERROR:
 
 demo: build
@@ -48,10 +50,17 @@ format: $(STAMPS)/dev
 stubs: build $(STAMPS)/dev
 	$(PY) buildtools/stubs.py
 
+docs: build $(STAMPS)/docs
+	$(PY) -m sphinx -q -W --keep-going -b html docs build/site
+	@echo "build/site/index.html"
+
+dist: build $(STAMPS)/package
+	$(PY) buildtools/dist.py
+
 build: $(STAMPS)/installed
 
 clean:
-	rm -rf $(VENV) build *.egg-info autohete/_build_info.py
+	rm -rf $(VENV) build dist *.egg-info autohete/_build_info.py
 	rm -f autohete/*.so
 
 $(STAMPS)/venv:
@@ -82,4 +91,8 @@ $(STAMPS)/test: $(STAMPS)/installed
 $(STAMPS)/dev: $(STAMPS)/venv pyproject.toml
 	@echo "installing the linters"
 	@$(PIP) install $(shell sed -n 's/^dev = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
+	@touch $@
+
+$(STAMPS)/docs $(STAMPS)/package: $(STAMPS)/installed
+	@[ $@ -nt pyproject.toml ] || { echo "installing what $(@F) needs"; $(PIP) install --no-build-isolation --editable '.[$(@F)]'; }
 	@touch $@

@@ -32,7 +32,7 @@ class Config:
     """"fp32", "bf16" or "fp16" (half parameters, fp32 masters); left out: what the model is."""
     gradient_accumulation_steps: int = 1
     max_grad_norm: float | None = None
-    """Clip the total norm in step(), as torch.nn.utils.clip_grad_norm_ would before it."""
+    """Clip the total norm in step(), as `torch.nn.utils.clip_grad_norm_` would before it."""
     early_updates: bool = True
     """Update units while backward goes on, beside their present state (a second copy of it on the
     host, where cpu_mem has room), once the loop's habit is known; False waits for step()."""

@@ -21,6 +21,7 @@ from autohete.planning import (
     make_plan,
     minimum_gpu_mem,
     save_profile,
+    summarise_plan,
 )
 from autohete.stepping import OptimizerBridge
 from autohete.units import Unit
@@ -118,7 +119,7 @@ class RunPlan:
         self.plan = plan
         self._advise(self.profile)
         self._side.reset_peak()
-        _log.info("autohete: planned\n%s", plan)
+        _log.info("autohete: planned: %s", summarise_plan(plan))
         if self._config.profile_path is not None:
             save_profile(self._config.profile_path, self.profile, plan)
 

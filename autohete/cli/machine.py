@@ -59,7 +59,7 @@ def pcie_links(root: Path = Path("/sys/bus/pci/devices")) -> list[PcieLink]:
 
 def driver_version(root: Path = Path("/proc/driver/nvidia")) -> str | None:
     """Return the NVIDIA driver's version, None without one."""
-    found = re.search(r"Module\s+([\d.]+)", _read(root / "version"))
+    found = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", _read(root / "version"))
     if found:
         return found[1]
     smi = shutil.which("nvidia-smi")

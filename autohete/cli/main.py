@@ -64,5 +64,6 @@ def main() -> None:
     try:
         group(prog_name="autohete")
     except (ImportError, OSError, ValueError, RuntimeError) as error:
-        print(f"autohete: {error}".replace("autohete: autohete: ", "autohete: "), file=sys.stderr)
+        text = str(error)
+        print(text if text.startswith("autohete") else f"autohete: {text}", file=sys.stderr)
         sys.exit(1)

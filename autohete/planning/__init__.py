@@ -28,7 +28,7 @@ from autohete.planning.profile_file import load_profile, save_profile
 from autohete.planning.simulate import simulate, write_trace
 from autohete.planning.sizes import format_bytes, parse_bytes
 from autohete.planning.strategies import STRATEGIES
-from autohete.planning.table import PlanRow, format_plan, plan_rows
+from autohete.planning.table import PlanRow, format_plan, plan_rows, summarise_plan
 
 __all__ = [
     "STRATEGIES",
@@ -64,6 +64,7 @@ __all__ = [
     "profile_model",
     "save_profile",
     "simulate",
+    "summarise_plan",
     "write_trace",
 ]
 

@@ -62,6 +62,20 @@ def _row(unit: _C.UnitPlan, first: int, last: int, names: list[str]) -> PlanRow:
     )
 
 
+def summarise_plan(plan: _C.Plan) -> str:
+    """Return the plan in one line, for a log."""
+    units = plan.units
+    state = sum(u.optimizer_state == _C.Tier.HOST for u in units)
+    parameters = sum(u.parameters == _C.Tier.HOST for u in units)
+    recomputed = sum(u.activations == _C.ActivationRule.RECOMPUTE for u in units)
+    return (
+        f"{plan.strategy}: of {len(units)} units {state} keep their state on the host, "
+        f"{parameters} their parameters, {recomputed} are recomputed; "
+        f"device {format_bytes(plan.device_peak_bytes)}, host {format_bytes(plan.host_bytes)}, "
+        f"step {plan.step_seconds * 1e3:.1f} ms, bound by {plan.binding_lane or 'nothing known'}"
+    )
+
+
 def format_plan(plan: _C.Plan, profile: _C.Profile | None = None) -> str:
     """Return the plan as a table in plain text."""
     header = ("units", "number", "activations", "parameters", "optimizer")

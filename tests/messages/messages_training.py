@@ -1,0 +1,469 @@
+"""Every message of wrapping, training, checkpoints and the Trainer, with its trigger.
+
+Over 350 lines: one list.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from message_case import Case
+from models import make_gpt
+from oracle import adamw, forced_plan, plain_loop
+from torch import nn
+
+from autohete import AutoHeteWrapper, CPUAdamW, InfeasibleError, _native
+from autohete.demo.gpt import GPTConfig
+from autohete.demo.training import DemoOptions
+from autohete.integrations.transformers import AutoHeteCallback
+from autohete.planning import plan_for, save_profile
+
+
+def wrap(model: Any = None, optimizer: Any = None, **options: Any) -> AutoHeteWrapper:
+    """Attach to the host device; a small model where none is given."""
+    model = make_gpt() if model is None else model
+    optimizer = adamw(model) if optimizer is None else optimizer
+    options = {"gpu_mem": "16MiB", "cpu_mem": "64MiB", "profile_path": None, **options}
+    return AutoHeteWrapper(model, optimizer, **options).to("cpu")
+
+
+def attached() -> AutoHeteWrapper:
+    return wrap()
+
+
+def unattached() -> AutoHeteWrapper:
+    model = make_gpt()
+    return AutoHeteWrapper(model, adamw(model), gpu_mem="16MiB")
+
+
+def wrapped_twice() -> Any:
+    model = make_gpt()
+    first = wrap(model)
+    try:
+        return wrap(model)
+    finally:
+        first.unwrap()
+
+
+def parts_of_two() -> Any:
+    """A second wrapper over a parameter that the first one has."""
+    model, other = make_gpt(), make_gpt(seed=1)
+    first = wrap(model)
+    other.head.weight = model.head.weight
+    try:
+        return wrap(other)
+    finally:
+        first.unwrap()
+
+
+def one_optimizer_for_two() -> Any:
+    both = nn.ModuleList([make_gpt(), make_gpt(seed=1)])
+    optimizer = adamw(both)
+    first = wrap(both, optimizer)
+    try:
+        return wrap(nn.Linear(2, 2), optimizer)
+    finally:
+        first.unwrap()
+
+
+def aliases() -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight.data = model[0].weight.data
+    return wrap(model)
+
+
+class NoReset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, device="meta"))
+
+
+class EditsInput(nn.Module):
+    """A layer whose input is edited after it has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layers[0](x) * 1
+        z = self.layers[1](y)
+        y.detach().mul_(2)
+        return z.sum() + y.sum()
+
+
+def edited_input() -> Any:
+    model = EditsInput()
+    trained = wrap(model, torch.optim.AdamW(model.parameters()))
+    trained(torch.ones(2, 8, requires_grad=True)).backward()
+
+
+def stepped(change: Any) -> Any:
+    """One step, a change to the optimizer, another step."""
+    model = make_gpt()
+    optimizer = adamw(model)
+    trained = wrap(model, optimizer)
+    try:
+        plain_loop(trained, optimizer, 0)
+        change(optimizer, model)
+        plain_loop(trained, optimizer, 1)
+    finally:
+        trained.unwrap()
+
+
+def add_group(optimizer: Any, model: Any) -> None:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+
+def amsgrad(optimizer: Any, model: Any) -> None:
+    optimizer.param_groups[0]["amsgrad"] = True
+
+
+def too_small_in_the_first_step() -> Any:
+    model = make_gpt()
+    optimizer = adamw(model)
+    trained = wrap(model, optimizer, gpu_mem="190KiB")
+    plain_loop(trained, optimizer, 0)
+
+
+def profile_without_plan() -> Any:
+    path = Path(tempfile.mkdtemp()) / "autohete_profile.json"
+    save_profile(path, plan_for("gpt2", "a100-40", 1, 64, suggest=False).profile)
+    return wrap(plan=path)
+
+
+def loaded(folder: Path, change: Any, **others: Any) -> Any:
+    """Load a checkpoint whose content was changed."""
+    path, trained = folder / "state.pt", attached()
+    trained.save_checkpoint(path)
+    content = torch.load(path, weights_only=True)
+    torch.save(change(content) or content, path)  # in place, or another in its place
+    return trained.load_checkpoint(path, **others)
+
+
+def torn(folder: Path) -> Any:
+    path, trained = folder / "state.pt", attached()
+    path.write_bytes(b"PK\x03\x04 and no more")
+    return trained.load_checkpoint(path)
+
+
+def other_shape(content: Any) -> None:
+    name = next(iter(content["model"]))
+    content["model"][name] = torch.ones(2, 3)
+
+
+def other_groups(content: Any) -> None:
+    content["optimizer"]["param_groups"][0]["params"].pop()
+
+
+def cpu_adamw(**options: Any) -> Any:
+    return CPUAdamW([nn.Parameter(torch.ones(3))], **options)
+
+
+def cpu_adamw_step(dtype: torch.dtype) -> Any:
+    parameter = nn.Parameter(torch.ones(3, dtype=dtype))
+    parameter.grad = torch.ones_like(parameter)
+    CPUAdamW([parameter]).step()
+
+
+CASES = {
+    # ---- the pair that is wrapped
+    "a model that is none": Case(
+        lambda f: AutoHeteWrapper(5, None),
+        "model is int",
+        "a torch.nn.Module",
+        "a torch.nn.Module",  # type: ignore[arg-type]
+    ),
+    "an optimizer that is none": Case(
+        lambda f: wrap(optimizer=5),
+        "optimizer is int",
+        "a torch.optim.Optimizer",
+        "a torch.optim.Optimizer",
+    ),
+    "a wrapper in a wrapper": Case(
+        lambda f: wrap(unattached(), adamw(make_gpt())),
+        "AutoHeteWrapper already",
+        "a plain module",
+        "call unwrap()",
+    ),
+    "a model wrapped twice": Case(
+        lambda f: wrapped_twice(), "wrapped already", "a plain module", "call unwrap()"
+    ),
+    "a parameter in two wrappers": Case(
+        lambda f: parts_of_two(), "parameter", "one wrapper for each parameter", "wrap one module"
+    ),
+    "an optimizer of another model": Case(
+        lambda f: wrap(optimizer=adamw(make_gpt(seed=1))),
+        "of its parameters",
+        "parameters of this TinyGPT",
+        "build the optimizer from",
+    ),
+    "parameters that share memory": Case(
+        lambda f: aliases(), "share memory", "memory of their own", "tie weights by"
+    ),
+    "a model without values": Case(
+        lambda f: wrap(nn.Sequential(NoReset(), NoReset()), None),
+        "meta device",
+        "a way to give them values",
+        "load the weights",
+    ),
+    "an unknown keyword": Case(
+        lambda f: wrap(gpu_memory=5), "gpu_memory", "unexpected keyword", "see autohete.config"
+    ),
+    # ---- settings
+    "gpu_mem left out on the host device": Case(
+        lambda f: wrap(gpu_mem=None),
+        "gpu_mem is None",
+        "a size on the host device",
+        "give for example",
+    ),
+    "gpu_mem below any plan": Case(
+        lambda f: wrap(gpu_mem="4KiB"),
+        "gpu_mem is",
+        "expected at least",
+        "give more",
+        InfeasibleError,
+    ),
+    "cpu_mem below any plan": Case(
+        lambda f: wrap(cpu_mem="4KiB"),
+        "cpu_mem is",
+        "expected at least",
+        "give more memory",
+        InfeasibleError,
+    ),
+    "an unknown strategy": Case(lambda f: wrap(strategy="x"), "'x'", "expected one of", "autohete"),
+    "an unknown precision": Case(
+        lambda f: wrap(precision="int8"), "'int8'", "expected one of", "bf16"
+    ),
+    "fp32 asked of a half model": Case(
+        lambda f: wrap(make_gpt().bfloat16(), precision="fp32"),
+        "bfloat16",
+        'precision is "fp32"',
+        "call model.float()",
+    ),
+    "a window of none": Case(
+        lambda f: wrap(window=0), "window is 0", "a whole number of at least 1", "at least 1"
+    ),
+    "no workers": Case(
+        lambda f: wrap(num_workers=0), "num_workers is 0", "from 1 to 4096", "from 1 to 4096"
+    ),
+    "a norm below nothing": Case(
+        lambda f: wrap(max_grad_norm=-1.0), "-1.0", "a number above 0", "or None"
+    ),
+    "a plan that is none": Case(
+        lambda f: wrap(plan=5), "plan is 5", "a Plan or the path", "a Plan or the path"
+    ),
+    "a plan of another model": Case(
+        lambda f: wrap(plan=forced_plan(make_gpt(layers=2), "state")),
+        "it has 6 units",
+        "expected 8",
+        "make a new plan",
+    ),
+    "a profile without a plan": Case(
+        lambda f: profile_without_plan(),
+        "autohete_profile.json",
+        "without a plan",
+        "make one with make_plan",
+    ),
+    "layers that match nothing": Case(
+        lambda f: wrap(layers="NoSuchBlock"), "'NoSuchBlock'", "at least one", "give the class"
+    ),
+    "layers inside each other": Case(
+        lambda f: wrap(layers=nn.Module),
+        "matches modules inside each other",
+        "one level",
+        "name the outer class",
+    ),
+    # ---- moving and reading
+    "another dtype after wrapping": Case(
+        lambda f: attached().to(torch.float64), "float64", "expected none", "use precision="
+    ),
+    "half() after wrapping": Case(
+        lambda f: attached().half(),
+        "dtype conversions",
+        "not possible after wrapping",
+        "use precision=",
+    ),
+    "another device after wrapping": Case(
+        lambda f: attached().to("meta"), "device is meta", "expected cpu", "unwrap() before moving"
+    ),
+    "a report before there is a run": Case(
+        lambda f: unattached().report(),
+        "not on a device yet",
+        "AutoHeteWrapper.report",
+        "call .cuda()",
+        RuntimeError,
+    ),
+    "a trace that was not begun": Case(
+        lambda f: attached().trace(f / "trace.json"),
+        "no trace is on",
+        "trace() before the steps",
+        "call trace()",
+    ),
+    "a CUDA device with a CPU torch": Case(
+        lambda f: unattached().cuda(),
+        "CPU build",
+        "expected a CUDA build",
+        "install one",
+        RuntimeError,
+    ),
+    # ---- training
+    "a parameter added after wrapping": Case(
+        lambda f: stepped(add_group),
+        "a parameter was added",
+        "the parameters it had",
+        "unwrap() before",
+    ),
+    "amsgrad turned on after wrapping": Case(
+        lambda f: stepped(amsgrad), "amsgrad is True", "expected False", "unwrap() before"
+    ),
+    "a first step that does not fit": Case(
+        lambda f: too_small_in_the_first_step(),
+        "MiB of gpu_mem=",
+        "needs at least gpu_mem=",
+        "smaller batch",
+        torch.OutOfMemoryError,
+    ),
+    # ---- checkpoints
+    "a file that is no checkpoint": Case(
+        torn, "cannot be read", "a whole file of save_checkpoint()", "a whole file"
+    ),
+    "a checkpoint that is a list": Case(
+        lambda f: loaded(f, lambda content: [1]),
+        "holds a list",
+        "a dict with the state dicts",
+        "load it yourself",
+    ),
+    "a checkpoint without the model": Case(
+        lambda f: loaded(f, lambda content: content.pop("model") and None),
+        "the file has",
+        "expected model too",
+        "save it",
+    ),
+    "a checkpoint of another model": Case(
+        lambda f: loaded(f, lambda content: content["model"].clear()),
+        "keys are missing",
+        "expected this model's",
+        "build the model that was saved",
+    ),
+    "a checkpoint of other shapes": Case(
+        lambda f: loaded(f, other_shape),
+        "has shape (2, 3)",
+        "expected (",
+        "build the model that was saved",
+    ),
+    "a checkpoint of another optimizer": Case(
+        lambda f: loaded(f, other_groups),
+        "groups have",
+        "expected [",
+        "build the optimizer that was saved",
+    ),
+    "a value where an object is wanted": Case(
+        lambda f: loaded(f, lambda content: content.update(epoch=3), epoch=3),
+        "epoch is int",
+        "load_state_dict()",
+        "values are in the returned dict",
+    ),
+    # ---- the optimizer by itself
+    "CPUAdamW with a rule of torch's": Case(
+        lambda f: cpu_adamw(capturable=True),
+        "capturable is True",
+        "expected False",
+        "use torch.optim.AdamW",
+    ),
+    "CPUAdamW without workers": Case(
+        lambda f: cpu_adamw(num_workers=0), "num_workers is 0", "at least 1", "at least 1"
+    ),
+    "a learning rate that is none": Case(
+        lambda f: cpu_adamw(lr=float("nan")), "nan", "a finite number >= 0", ">= 0"
+    ),
+    "a beta out of range": Case(
+        lambda f: cpu_adamw(betas=(0.9, 1.5)), "1.5", "0 <= beta < 1", "beta < 1"
+    ),
+    "CPUAdamW on whole numbers' like": Case(
+        lambda f: cpu_adamw_step(torch.float64),
+        "float64",
+        "float32, bfloat16 or float16",
+        "expected",
+    ),
+    # ---- the build
+    "another torch than at build time": Case(
+        lambda f: _native.check_build("1", "cp", torch_version="2", python_tag="cp"),
+        "torch is 2",
+        "expected 1",
+        "build it again",
+        ImportError,
+    ),
+    "another Python than at build time": Case(
+        lambda f: _native.check_build("1", "cp311", torch_version="1", python_tag="cp312"),
+        "this is cp312",
+        "is for cp311",
+        "build it for this Python",
+        ImportError,
+    ),
+    # ---- the Trainer
+    "a callback over a wrapper": Case(
+        lambda f: AutoHeteCallback(unattached()),
+        "an AutoHeteWrapper",
+        "the plain model",
+        "the callback wraps it",
+    ),
+    "a callback over no model": Case(
+        lambda f: AutoHeteCallback(5),
+        "model is int",
+        "a torch.nn.Module",
+        "a torch.nn.Module",  # type: ignore[arg-type]
+    ),
+    "a callback with the Trainer's own setting": Case(
+        lambda f: AutoHeteCallback(make_gpt(), max_grad_norm=1.0),
+        "max_grad_norm is 1.0",
+        "expected nothing",
+        "taken from TrainingArguments",
+    ),
+    "a callback with an unknown keyword": Case(
+        lambda f: AutoHeteCallback(make_gpt(), gpu_memory=5),
+        "gpu_memory",
+        "unexpected keyword",
+        "see autohete.config",
+    ),
+    "a callback's report before a run": Case(
+        lambda f: AutoHeteCallback(make_gpt(), gpu_mem="16MiB").report(),
+        "nothing is attached",
+        "expected a run",
+        "call it during trainer.train()",
+        RuntimeError,
+    ),
+    "a conversion while a callback holds the model": Case(
+        lambda f: held().half(), "a conversion", "expected none", "convert it before"
+    ),
+    "sharing while a callback holds the model": Case(
+        lambda f: held().share_memory(), "share_memory() was called", "no sharing", "call unwrap()"
+    ),
+    # ---- the demo
+    "a demo of no steps": Case(
+        lambda f: DemoOptions(steps=0), "steps is 0", "1 or more", "1 or more"
+    ),
+    "a demo on an unknown device": Case(
+        lambda f: DemoOptions(device="tpu"),
+        "device is 'tpu'",
+        "host, cuda or plain",
+        "host, cuda or plain",
+    ),
+    "a width that heads do not divide": Case(
+        lambda f: GPTConfig(width=33, num_heads=2),
+        "width is 33",
+        "a multiple of the 2 heads",
+        "a multiple",
+    ),
+}
+
+_KEPT: list[Any] = []
+
+
+def held() -> nn.Module:
+    model = make_gpt()
+    _KEPT[:] = [AutoHeteCallback(model, gpu_mem="16MiB")]
+    return model
