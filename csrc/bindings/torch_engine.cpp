@@ -148,7 +148,8 @@ AheadWork TorchEngine::offer(int index) {
   Offer& offer = offers_[index];
   if ((!expectation_.update && !expectation_.measure) || unit.has_replaced()) return work;
   if (unit.plan().optimizer_state != Tier::kHost) return work;
-  if (expectation_.update) offer.spans = unit.spans_ahead(expectation_.hypers);
+  if (expectation_.update && !unit.has_aliases())
+    offer.spans = unit.spans_ahead(expectation_.hypers);
   if (!offer.spans.empty()) {
     if (touched_[index]) unit.take_edits(copier());
     touched_[index] = false;
@@ -222,7 +223,7 @@ bool TorchEngine::commit_ahead(int index, const std::vector<AdamSpan>& spans) {
   if (!offer.open) return false;
   const bool suspect = gradients_touched_[index] || !unit.offered_unchanged();
   const bool readable = !suspect || handle_.torch_device.is_cpu();  // CUDA kernels may be pending
-  const bool same = !spans.empty() && readable && unit.offered_there() &&
+  const bool same = !spans.empty() && readable && !unit.has_aliases() && unit.offered_there() &&
                     std::equal(spans.begin(), spans.end(), offer.spans.begin(), offer.spans.end(),
                                [](const AdamSpan& a, const AdamSpan& b) {
                                  return a.numel == b.numel && a.grad == b.grad &&

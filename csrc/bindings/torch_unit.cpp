@@ -487,6 +487,14 @@ std::vector<AdamSpan> TorchUnit::spans_ahead(const std::vector<AdamHyper>& hyper
   return spans;
 }
 
+bool TorchUnit::has_aliases() const {
+  return std::any_of(parameters_.begin(), parameters_.end(), [](const TorchParameter& parameter) {
+    return parameter.value.has_aliases() || parameter.exp_avg.has_aliases() ||
+           parameter.exp_avg_sq.has_aliases() || parameter.max_exp_avg_sq.has_aliases() ||
+           parameter.master.has_aliases();
+  });
+}
+
 void TorchUnit::note_offered() {
   for (TorchParameter& parameter : parameters_) {
     const at::Tensor& gradient = parameter.value.tensor().grad();

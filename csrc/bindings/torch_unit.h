@@ -130,6 +130,9 @@ class TorchUnit {
   // The spans of the step to come, into the spare blocks; nothing is counted. Empty where there is
   // no spare, or some parameter of the unit is not updated: its bytes would have to be copied.
   std::vector<AdamSpan> spans_ahead(const std::vector<AdamHyper>& hypers);
+  // Somebody holds memory of the unit's parameters or state by other means than the tensors we
+  // know, so the blocks must not change places.
+  bool has_aliases() const;
   // Notes the present gradients as those that work ahead of step() reads.
   void note_offered();
   // They are still there, on the host.

@@ -86,7 +86,7 @@ void HomedTensor::move_into(const BlockPtr& block, c10::Device device) {
           "that the larger tensor does not follow the parameter any more");
     }
   }
-  const at::Tensor source =
+  at::Tensor source =
       tensor_.is_non_overlapping_and_dense() ? tensor_.detach() : tensor_.detach().contiguous();
   if (bytes_ > 0 && !tensor_.is_meta() && source.data_ptr() != home)
     header_over(c10::DataPtr(home, true_device(block->tier(), device)), source).copy_(source);
@@ -94,7 +94,9 @@ void HomedTensor::move_into(const BlockPtr& block, c10::Device device) {
     // A header of its own over the block; the parameter object stays the user's.
     tensor_.set_data(header_over(c10::DataPtr(home, device), source));
   }
+  source.reset();
   storage_ = tensor_.storage();
+  owners_ = storage_.use_count();
   point_storage(*storage_.unsafeGetStorageImpl(), block, offset_, device);
 }
 

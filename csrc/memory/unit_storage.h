@@ -55,6 +55,9 @@ class HomedTensor {
   // Gives the tensor torch memory of its own on `device` with the bytes it has in `block`; it is
   // not ours any more. On its present device its views follow, on another one they stay behind.
   void leave(const BlockPtr& block, c10::Device device);
+  // Somebody holds the storage who did not when it moved in: a view, a NumPy array of p.detach(), a
+  // saved tensor of a graph.
+  bool has_aliases() const { return tensor_.defined() && storage_.use_count() > owners_; }
   // The user gave the tensor another storage, dtype or size since move_into (p.data = x).
   bool replaced() const;
   // False when somebody gave the storage itself other memory (share_memory_()).
@@ -64,7 +67,8 @@ class HomedTensor {
   at::Tensor tensor_;
   std::size_t offset_ = 0;
   std::size_t bytes_ = 0;
-  c10::Storage storage_;  // the one we point; held, since the user may give the tensor another
+  std::size_t owners_ = 0;  // of the storage when it moved in
+  c10::Storage storage_;    // the one we point; held, since the user may give the tensor another
 };
 
 }  // namespace autohete

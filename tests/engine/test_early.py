@@ -216,6 +216,29 @@ def test_another_backward_over_the_same_graph_sees_the_old_weights():
     assert compare(loop, steps=18)["updates_ahead"] > 0
 
 
+@pytest.mark.parametrize("taken_at", [0, 5])
+@pytest.mark.parametrize("kind", ["all", "state"])
+def test_numpy_arrays_of_parameters_and_moments_follow_the_updates(kind, taken_at):
+    arrays = {}
+
+    def loop(model, optimizer, step):
+        if step == taken_at:
+            first = list(model.parameters())[4]
+            arrays[type(model)] = first, first.detach().numpy()
+        loss = plain_loop(model, optimizer, step)
+        if step > taken_at:
+            parameter, array = arrays[type(model)]
+            if isinstance(model, AutoHeteWrapper):
+                model.synchronize()
+            if kind == "all":  # what stays on the device is copied there after the update
+                assert torch.equal(torch.from_numpy(array), parameter.detach())
+            view = optimizer.state[parameter]["exp_avg"].view(-1)
+            assert torch.equal(view, optimizer.state[parameter]["exp_avg"].flatten())
+        return loss
+
+    assert compare(loop, kind)["updates_ahead"] > 0, "of the other units"
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_a_step_that_is_skipped_leaves_everything_as_it_was(set_to_none):
     def loop(model, optimizer, step):
