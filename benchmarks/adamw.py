@@ -5,6 +5,7 @@ medians of the rounds are compared. The table ends with how busy the machine was
 
     python benchmarks/adamw.py                           # peers that are installed
     python benchmarks/adamw.py --yardstick stream.cpp    # and plain memory streams, see --help
+    THP_MEM_ALLOC_ENABLE=1 python benchmarks/adamw.py    # everything on huge pages
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,24 +42,64 @@ def cpu_name() -> str:
 Times = tuple[float, float]  # median and best, in milliseconds
 
 
+class OtherWork:
+    """What other processes take of the CPUs, between two looks."""
+
+    def __init__(self) -> None:
+        self.look()
+
+    def look(self) -> float:
+        """Return the CPUs that others kept busy since the last look."""
+        ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        busy = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # not idle, not iowait
+        now, own = time.perf_counter(), time.process_time()
+        before = getattr(self, "_last", (now, 0.0, 0.0))
+        self._last = (now, busy, own)
+        elapsed = now - before[0]
+        return max(0.0, (busy - before[1]) - (own - before[2])) / elapsed if elapsed else 0.0
+
+
 def measure(
     competitors: list[Competitor],
     rounds: int,
     repeat: int = 1,
     clock: Callable[[], float] = time.perf_counter,
+    patience: float = 0.0,
+    expected: float = 0.0,
 ) -> dict[str, Times]:
-    """Return each competitor's median and best time; the order turns from round to round."""
-    times: dict[str, list[float]] = {name: [] for name, _ in competitors}
+    """Return each competitor's median and best time; the order turns from round to round.
+
+    Sleeps and goes on for up to `patience` seconds until other processes took less than a tenth of
+    a CPU more than `expected` during `rounds` rounds; the quietest rounds count.
+    """
     for _, run in competitors:
         run()
-    for r in range(rounds):
+    taken: list[tuple[float, dict[str, float]]] = []  # what others did, and our times
+    others, begun, quiet = OtherWork(), time.perf_counter(), 0
+    while len(taken) < rounds or (quiet < rounds and time.perf_counter() - begun < patience):
+        while time.perf_counter() - begun < patience:
+            others.look()
+            time.sleep(0.2)
+            if others.look() < expected + 0.1:
+                break
+        times: dict[str, float] = {}
         for i in range(len(competitors)):
-            name, run = competitors[(i + r) % len(competitors)]
+            name, run = competitors[(i + len(taken)) % len(competitors)]
             start = clock()
             for _ in range(repeat):
                 run()
-            times[name].append((clock() - start) / repeat * 1e3)
-    return {name: (statistics.median(taken), min(taken)) for name, taken in times.items()}
+            times[name] = (clock() - start) / repeat * 1e3
+        taken.append((others.look(), times))
+        quiet += taken[-1][0] < expected + 0.1
+    taken.sort(key=lambda pair: pair[0])
+    used = taken[:rounds]
+    print(f"\n{rounds} of {len(taken)} rounds; others kept {used[0][0]:.2f} to {used[-1][0]:.2f} "
+          f"CPUs busy in them, {taken[-1][0]:.2f} at most")  # fmt: skip
+    result: dict[str, Times] = {}
+    for name, _ in competitors:
+        values = [times[name] for _, times in used]
+        result[name] = (statistics.median(values), min(values))
+    return result
 
 
 def table(title: str, times: dict[str, Times], ours: str) -> None:
@@ -71,8 +113,10 @@ def table(title: str, times: dict[str, Times], ours: str) -> None:
               f"| {median / times[ours][0]:.2f} | {best / times[ours][1]:.2f} |")  # fmt: skip
 
 
-def yardstick(source: str, numel: int, threads: int) -> list[Competitor]:
+def yardstick(source: str | None, numel: int, threads: int) -> list[Competitor]:
     """Compile the stream loops; the limit is a loop that reads 4 fp32 streams and writes 3."""
+    if source is None:
+        return []
     folder = tempfile.mkdtemp()
     library = f"{folder}/libstream.so"
     flags = ["-O3", "-std=c++17", "-march=native", "-fPIC", "-fopenmp", "-shared"]
@@ -141,7 +185,11 @@ def separate_passes(optimizer: Any, numel: int) -> Callable[[], None]:
 
 
 def one_pass(
-    numel: int, workers: _C.Workers, out: bool = False, edits: bool = True
+    numel: int,
+    workers: _C.Workers,
+    out: bool = False,
+    edits: bool = True,
+    by_products: bool = False,
 ) -> Callable[[], Any]:
     """Return the kernel's own bf16 step: bf16 gradient in, bf16 copy out."""
     hyper = _C.AdamHyper(
@@ -151,13 +199,14 @@ def one_pass(
     half = state[0].bfloat16() if edits else None
     update = (hyper, 3.0, torch.randn(numel).bfloat16(), *state, None, half)
     there = [tuple(torch.zeros(numel) for _ in range(3))] if out else None
-    return lambda: _C.adamw_(workers, [update], out=there)
+    return lambda: _C.adamw_(workers, [update], out=there, by_products=by_products)
 
 
 def half_step(numel: int, workers: _C.Workers, stick: list[Competitor]) -> list[Competitor]:
     fused = torch.optim.AdamW(parameters([numel]), fused=True)
     competitors = [
         ("autohete, one pass", one_pass(numel, workers)),
+        ("the same with norm and hash", one_pass(numel, workers, by_products=True)),
         ("torch fused, separate passes", separate_passes(fused, numel)),
     ]
     if (peer := deepspeed_adam(parameters([numel]))) is not None:
@@ -165,10 +214,38 @@ def half_step(numel: int, workers: _C.Workers, stick: list[Competitor]) -> list[
     return competitors + stick
 
 
+def fp32_table(
+    numel: int, workers: _C.Workers, stick: Callable[[], list[Competitor]]
+) -> list[Competitor]:
+    return fp32_step([numel], workers, stick())
+
+
+def half_table(
+    numel: int, workers: _C.Workers, stick: Callable[[], list[Competitor]]
+) -> list[Competitor]:
+    return half_step(numel, workers, stick())
+
+
+def moments(numel: int, workers: _C.Workers) -> list[Competitor]:
+    """Return fp32 steps that keep their moments in fp32 and in bf16."""
+    made: list[Competitor] = []
+    for dtype in (torch.float32, torch.bfloat16):
+        optimizer = CPUAdamW(
+            parameters([numel]), num_workers=workers.num_workers, moment_dtype=dtype
+        )
+        made.append((f"moments in {dtype}", optimizer.step))
+    return made
+
+
 def in_and_out_of_place(numel: int, workers: _C.Workers) -> list[Competitor]:
     return [
         ("in place", one_pass(numel, workers, edits=False)),
         ("out of place", one_pass(numel, workers, out=True, edits=False)),
+        ("in place, norm and hash", one_pass(numel, workers, edits=False, by_products=True)),
+        (
+            "out of place, norm and hash",
+            one_pass(numel, workers, out=True, edits=False, by_products=True),
+        ),
     ]
 
 
@@ -178,17 +255,18 @@ def levels(numel: int, workers: _C.Workers) -> list[Competitor]:
     update = (hyper, 3.0, torch.randn(numel), *state, None, None)
 
     def at(level: str) -> Callable[[], Any]:
-        return lambda: _C.adamw_(workers, [update], level=level)
+        return lambda: _C.adamw_(workers, [update], level=level, by_products=False)
 
     return [(level, at(level)) for level in reversed(_C.cpu_features()["supported"])]
 
 
-def with_a_busy_core(numel: int, rounds: int, workers: _C.Workers) -> None:
+def with_a_busy_core(numel: int, rounds: int, workers: _C.Workers, patience: float) -> None:
     """Measure while another process spins on one of the cores this one may use."""
     core = max(os.sched_getaffinity(0))
     spin = subprocess.Popen(["taskset", "-c", str(core), "sh", "-c", "while :; do :; done"])
     try:
-        medians = measure(fp32_step([numel], workers, [], foreach=False), rounds, repeat=5)
+        competitors = fp32_step([numel], workers, [], foreach=False)
+        medians = measure(competitors, rounds, 5, patience=patience, expected=1.0)
     finally:
         spin.kill()
         spin.wait()
@@ -200,12 +278,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--numel", type=int, nargs="+", default=[10_000_000, 100_000_000])
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=0.0,
+        help="seconds that each table may wait for rounds without other processes",
+    )
     parser.add_argument("--yardstick", help="C++ source with s_r4w3(p, m, v, g, n, threads, 0)")
     parser.add_argument(
         "--alone",
         action="store_true",
         help="one thread, processor time instead of wall time: for machines that others use too",
     )
+    parser.add_argument("--only", nargs="*", help="tables whose titles contain one of these")
     args = parser.parse_args()
     clock = time.process_time if args.alone else time.perf_counter
     if args.alone:
@@ -215,22 +300,30 @@ def main() -> None:
           f"{torch.__version__} with {torch.get_num_threads()} threads, "
           f"load before: {os.getloadavg()[0]:.2f}")  # fmt: skip
 
-    def compare(title: str, competitors: list[Competitor], repeat: int = 1) -> None:
-        times = measure(competitors, args.rounds, repeat, clock)
+    def compare(title: str, make: Callable[[], list[Competitor]], repeat: int = 1) -> None:
+        if args.only and not any(word in title for word in args.only):
+            return
+        competitors = make()
+        times = measure(competitors, args.rounds, repeat, clock, args.patience)
         table(title, times, ours=competitors[0][0])
 
-    for numel in args.numel:
-        stick = yardstick(args.yardstick, numel, workers.num_workers) if args.yardstick else []
-        size = f"{numel:,} parameters"
-        compare(f"{size}, fp32", fp32_step([numel], workers, stick))
-        compare(f"{size}, bf16 gradient and copy, fp32 master", half_step(numel, workers, stick))
-        compare(f"{size}, bf16 gradient, in and out of place", in_and_out_of_place(numel, workers))
-    compare("1000 tensors of 10,000, fp32", fp32_step([10_000] * 1000, workers, []))
-    compare("1000 tensors of 10, fp32", fp32_step([10] * 1000, workers, []))
-    compare("10,000,000 parameters by instruction set", levels(10_000_000, workers))
-    compare("100,000 parameters (in cache) by instruction set", levels(100_000, workers), repeat=20)
-    if not args.alone:
-        with_a_busy_core(1_000_000, args.rounds, workers)
+    for n in args.numel:
+        stick = partial(yardstick, args.yardstick, n, workers.num_workers)
+        size = f"{n:,} parameters"
+        compare(f"{size}, fp32", partial(fp32_table, n, workers, stick))
+        compare(
+            f"{size}, bf16 gradient and copy, fp32 master", partial(half_table, n, workers, stick)
+        )
+        compare(
+            f"{size}, bf16 gradient, in and out of place", partial(in_and_out_of_place, n, workers)
+        )
+        compare(f"{size}, bf16 moments", partial(moments, n, workers))
+    compare("1000 tensors of 10,000, fp32", partial(fp32_step, [10_000] * 1000, workers, []))
+    compare("1000 tensors of 10, fp32", partial(fp32_step, [10] * 1000, workers, []))
+    compare("10,000,000 parameters by instruction set", partial(levels, 10_000_000, workers))
+    compare("100,000 (in cache) by instruction set", partial(levels, 100_000, workers), repeat=20)
+    if not args.alone and (not args.only or "busy" in args.only):
+        with_a_busy_core(1_000_000, args.rounds, workers, args.patience)
     print(f"\nload after: {os.getloadavg()[0]:.2f}")
 
 

@@ -123,12 +123,13 @@ class CPUAdamW(CPUOptimizer):
         return hyper_of(group, self, decoupled=group["decoupled_weight_decay"])
 
     def _complete(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        needed = _MOMENTS if group["amsgrad"] else _MOMENTS[:2]
-        if "step" in state and all(key in state for key in needed):
+        amsgrad = group["amsgrad"]
+        made = "step" in state and "exp_avg" in state and "exp_avg_sq" in state
+        if made and (not amsgrad or "max_exp_avg_sq" in state):
             return
         self._check_param(param)
         state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
-        for key in needed:
+        for key in _MOMENTS if amsgrad else _MOMENTS[:2]:
             if key not in state:
                 state[key] = torch.zeros_like(
                     param, dtype=self._moment_dtype, memory_format=torch.preserve_format

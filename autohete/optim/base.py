@@ -162,8 +162,9 @@ class CPUOptimizer(Optimizer):
         for group in self.param_groups:
             hyper = self._hyper(group)
             for param, index in zip(group["params"], numbers, strict=False):
-                if param.grad is not None:
-                    updates.append(self._update(param, hyper, group, index, after))
+                grad = param.grad
+                if grad is not None:
+                    updates.append(self._update(param, grad, hyper, group, index, after))
         if updates:
             self._call(self._the_workers(), updates)
         for action in after:
@@ -184,27 +185,29 @@ class CPUOptimizer(Optimizer):
     def _update(
         self,
         param: Tensor,
+        grad: Tensor,
         hyper: Any,
         group: dict[str, Any],
         index: int,
         after: list[Callable[[], Any]],
     ) -> tuple[Any, ...]:
         """Return one parameter's update; odd layouts go through copies."""
-        state, grad = self.state[param], param.grad
-        assert grad is not None
+        state = self.state[param]
         half = param.dtype != torch.float32
         self._complete(param, state, group)
         if half != ("master" in state):
             self._complete_master(param, state)
         work: Tensor = param
-        odd = not (param.is_contiguous() and grad.is_contiguous())
+        plain = param.is_contiguous()
+        odd = not (plain and grad.is_contiguous())
         if odd and grad.layout == torch.strided:
             work = like(param, param)
             grad = like(grad, work)
             if work is not param:
                 after.append(partial(param.copy_, work))
         kept = state.get(self._main_state)
-        if kept is not None and kept.stride() != work.stride():
+        alike = kept is None or (plain and kept.is_contiguous())
+        if not alike and kept.stride() != work.stride():
             for key in _FP32_KEYS:
                 if isinstance(state.get(key), Tensor):
                     state[key] = like(state[key], work)

@@ -16,10 +16,10 @@ namespace {
 
 // A key for each word of a block of fp32 values; blocks of halves use the first of them.
 struct HashKeys {
-  alignas(64) std::uint32_t low[kBlock], high[kBlock];
+  alignas(64) std::uint32_t low[kHashBlock], high[kHashBlock];
 
   constexpr HashKeys() : low{}, high{} {
-    for (std::size_t i = 0; i < kBlock; ++i) {
+    for (std::size_t i = 0; i < kHashBlock; ++i) {
       const std::uint64_t random = mix64((i + 1) * kMixStep);
       low[i] = static_cast<std::uint32_t>(random);
       high[i] = static_cast<std::uint32_t>(random >> 32);
@@ -113,9 +113,9 @@ AH_INLINE void add_run(HashRun& run) {
   const auto* block = static_cast<const char*>(run.items);
   ContentHash sum = run.sum;
   std::size_t at = 0;
-  for (; at + kBlock <= run.numel; at += kBlock, block += kBytes) {
+  for (; at + kHashBlock <= run.numel; at += kHashBlock, block += kBytes) {
     prefetch_ahead<kBytes>(block);
-    add_block<Digests, words>(sum, block, run.position + at + kBlock);
+    add_block<Digests, words>(sum, block, run.position + at + kHashBlock);
   }
   if (at < run.numel) {
     alignas(64) char padded[kBytes] = {};
@@ -128,9 +128,9 @@ AH_INLINE void add_run(HashRun& run) {
 template <typename Digests>
 AH_INLINE void hash_run(HashRun& run) {
   if (run.item_bytes == sizeof(float)) {
-    add_run<Digests, kBlock>(run);
+    add_run<Digests, kHashBlock>(run);
   } else {
-    add_run<Digests, kBlock / 2>(run);
+    add_run<Digests, kHashBlock / 2>(run);
   }
 }
 

@@ -12,10 +12,10 @@ namespace autohete {
 
 // How far the next tensor begins behind one of `numel` items.
 constexpr std::uint64_t hashed_items(std::uint64_t numel) {
-  return (numel + kBlock - 1) / kBlock * kBlock;
+  return (numel + kHashBlock - 1) / kHashBlock * kHashBlock;
 }
 
-// `numel` items, of which the first is item `position` (a multiple of kBlock) of all that is
+// `numel` items, of which the first is item `position` (a multiple of kHashBlock) of all that is
 // hashed. Their blocks are added to `sum`.
 struct HashRun {
   std::size_t item_bytes;  // 4 or 2

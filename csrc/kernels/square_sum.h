@@ -8,21 +8,24 @@
 
 namespace autohete {
 
-// One running sum for each place of a block: an elementwise loop, which vectorises without
+// One running sum for each place of two blocks: an elementwise loop, which vectorises without
 // reordering anything. The square of an fp32 value is exact in double.
 struct SquareSum {
-  alignas(64) double sums[kBlock] = {};
+  static constexpr std::size_t kPlaces = 2 * kBlock;
+  alignas(64) double sums[kPlaces] = {};
 
-  AH_INLINE void add(const float* values, std::size_t n) {
+  // `at` is a multiple of kBlock: where the block begins.
+  AH_INLINE void add(const float* values, std::size_t at, std::size_t n) {
+    double* places = sums + at % kPlaces;
     AH_INDEPENDENT
     for (std::size_t i = 0; i < n; ++i) {
       const double value = values[i];
-      sums[i] += value * value;
+      places[i] += value * value;
     }
   }
 
   AH_INLINE double total() {
-    for (std::size_t width = kBlock / 2; width > 0; width /= 2) {
+    for (std::size_t width = kPlaces / 2; width > 0; width /= 2) {
       AH_INDEPENDENT
       for (std::size_t i = 0; i < width; ++i) sums[i] += sums[i + width];
     }

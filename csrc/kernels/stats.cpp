@@ -3,20 +3,14 @@
 #include <cmath>
 #include <vector>
 
+#include "csrc/kernels/by_products.h"
 #include "csrc/kernels/float_mode.h"
 #include "csrc/kernels/half.h"
-#include "csrc/kernels/hash_run.h"
 #include "csrc/kernels/kernels.h"
-#include "csrc/kernels/square_sum.h"
 #include "csrc/runtime/workers.h"
 
 namespace autohete {
 namespace {
-
-struct Wanted {
-  bool norm;
-  HashFunction hash;  // or null
-};
 
 // A piece of one tensor, and what was found in it.
 struct StatsTile {
@@ -30,23 +24,16 @@ struct StatsTile {
 
 AH_INLINE void stats_tile(StatsTile& tile) {
   alignas(64) float scratch[kBlock];
-  SquareSum squares;
-  const std::size_t item = item_bytes(tile.span.dtype);
-  HashRun hash = {item};
+  const GradSpan& span = tile.span;
+  ByProducts found(tile.wanted, span.values, span.dtype, tile.position, tile.end);
   for (std::size_t at = tile.begin; at < tile.end; at += kBlock) {
     const std::size_t n = std::min(kBlock, tile.end - at);
-    if (tile.wanted.norm) {
-      squares.add(widened(tile.span.values, tile.span.dtype, at, n, scratch), n);
-    }
-    if (tile.wanted.hash != nullptr) {
-      hash.items = static_cast<const char*>(tile.span.values) + at * item;
-      hash.position = tile.position + at;
-      hash.numel = n;
-      tile.wanted.hash(hash);
-    }
+    const float* values =
+        tile.wanted.norm ? widened(span.values, span.dtype, at, n, scratch) : nullptr;
+    found.look_at(values, at, n);
   }
-  tile.sum = squares.total();
-  tile.hash = hash.sum;
+  tile.sum = found.sq_sum();
+  tile.hash = found.hash();
 }
 
 AH_LEVELS(kStatsTile, stats_tile, StatsTile)

@@ -54,13 +54,13 @@ std::vector<UpdateTile<Rule>> cut(const typename Rule::Span* spans,
   for (std::size_t s = 0; s < coefficients.size(); ++s) numel += spans[s].numel;
   const bool large = numel * 3 * sizeof(float) >= kStreamBytes;
   const StreamCopy stream = large ? stream_copy_function(level) : nullptr;
-  const HashFunction hash = by_products ? hash_function(level) : nullptr;
+  const Wanted wanted = {by_products, by_products ? hash_function(level) : nullptr};
   std::vector<UpdateTile<Rule>> tiles;
   std::uint64_t position = 0;
   for (std::size_t s = 0; s < coefficients.size(); ++s) {
     for (std::size_t begin = 0; begin < spans[s].numel; begin += kTile) {
       const std::size_t end = std::min(begin + kTile, spans[s].numel);
-      tiles.push_back({&spans[s], &coefficients[s], position, begin, end, stream, hash});
+      tiles.push_back({&spans[s], &coefficients[s], position, begin, end, stream, wanted});
     }
     position += hashed_items(spans[s].numel);
   }

@@ -12,7 +12,7 @@ from models import batch, make_gpt
 from oracle import Result, adamw, assert_bit_equal, forced_plan, plain_loop, train
 from torch import nn
 
-from autohete import AutoHeteWrapper, CPUAdamW
+from autohete import CPUSGD, AutoHeteWrapper, CPUAdam, CPUAdamW, CPULion
 
 PLANS: dict[str, dict[str, Any]] = {
     "all+c": {"plan": partial(forced_plan, kinds="all+c")},
@@ -268,6 +268,10 @@ OTHERS = {
     "ASGD": lambda m: torch.optim.ASGD(m.parameters(), lr=0.01),
     "Adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=0.01),
     "Muon": lambda m: torch.optim.Muon([p for p in m.parameters() if p.dim() == 2], lr=0.01),
+    "CPUAdam": lambda m: CPUAdam(m.parameters(), lr=1e-3, weight_decay=0.1),
+    "CPUSGD": lambda m: CPUSGD(m.parameters(), lr=0.05, momentum=0.9),
+    "CPULion": lambda m: CPULion(m.parameters(), lr=1e-3),
+    "CPUAdamW, bf16": lambda m: CPUAdamW(m.parameters(), moment_dtype=torch.bfloat16, seed=1),
     "AdamW, a subclass": lambda m: OwnAdamW(m.parameters(), lr=1e-3),
     "Prodigy": lambda m: third_party("prodigyopt", "Prodigy")(m.parameters(), lr=1.0),
     "Lion": lambda m: third_party("lion_pytorch", "Lion")(m.parameters(), lr=1e-3),

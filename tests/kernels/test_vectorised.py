@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs objdump and x86-64",
 )
 
-KERNELS = ["adamw_tile", "stats_tile", "cast_tile", "hash_run"]
+KERNELS = ["adamw_tile", "sgd_tile", "lion_tile", "stats_tile", "cast_tile", "hash_run"]
 ARITHMETIC = ["sqrtps", "divps", "mulps", "addps", "subps"]
 
 

@@ -15,7 +15,7 @@ from models import make_gpt
 from oracle import adamw, forced_plan, plain_loop
 from torch import nn
 
-from autohete import AutoHeteWrapper, CPUAdamW, InfeasibleError, _native
+from autohete import CPUSGD, AutoHeteWrapper, CPUAdamW, InfeasibleError, _native
 from autohete.demo.gpt import GPTConfig
 from autohete.demo.training import DemoOptions
 from autohete.integrations.transformers import AutoHeteCallback
@@ -387,6 +387,24 @@ CASES = {
         lambda f: cpu_adamw_step(torch.float64),
         "float64",
         "float32, bfloat16 or float16",
+        "expected",
+    ),
+    "moments of a dtype that cannot be": Case(
+        lambda f: cpu_adamw(moment_dtype=torch.float16),
+        "moment_dtype is torch.float16",
+        "float32 or bfloat16",
+        "expected",
+    ),
+    "amsgrad with moments in bf16": Case(
+        lambda f: cpu_adamw(amsgrad=True, moment_dtype=torch.bfloat16),
+        "amsgrad is True with bfloat16 moments",
+        "expected False",
+        "would only grow",
+    ),
+    "nesterov without momentum": Case(
+        lambda f: CPUSGD([nn.Parameter(torch.ones(3))], nesterov=True),
+        "nesterov is True with momentum 0.0 and dampening 0.0",
+        "a momentum and no dampening",
         "expected",
     ),
     # ---- the build

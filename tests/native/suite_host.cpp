@@ -4,7 +4,11 @@
 
 #include <chrono>
 #include <cmath>
+#include <cstdint>
+#include <cstdio>
 #include <cstring>
+#include <fstream>
+#include <string>
 #include <thread>
 
 #include "csrc/device/host_device.h"
@@ -227,6 +231,32 @@ TEST_CASE("a budget never goes over its limit, whoever charges") {
   budget.set_limit(500);  // below what is used: nothing is free, and nothing wraps around
   CHECK_EQ(budget.free(), std::size_t{0});
   CHECK(!budget.charge(1));
+}
+
+// The words the kernel keeps about the mapping that holds `address`.
+std::string mapping_flags(const void* address) {
+  std::ifstream maps("/proc/self/smaps");
+  const auto wanted = reinterpret_cast<std::uintptr_t>(address);
+  bool inside = false;
+  for (std::string line; std::getline(maps, line);) {
+    unsigned long begin, end;
+    if (std::sscanf(line.c_str(), "%lx-%lx ", &begin, &end) == 2) {
+      inside = begin <= wanted && wanted < end;
+    } else if (inside && line.rfind("VmFlags:", 0) == 0) {
+      return line + " ";
+    }
+  }
+  return {};
+}
+
+TEST_CASE("host blocks from 2 MiB on ask for huge pages, smaller ones do not") {
+  if (!std::ifstream("/sys/kernel/mm/transparent_hugepage/enabled")) SKIP("no such pages here");
+  HostStore store = make_store(1 << 24);
+  const BlockPtr large = store.allocate_host(4 << 20, "a pool");
+  const BlockPtr small = store.allocate_host(4096, "a small block");
+  CHECK(mapping_flags(large->data()).find(" hg ") != std::string::npos);
+  CHECK_EQ(reinterpret_cast<std::uintptr_t>(large->data()) % (2 << 20), std::uintptr_t{0});
+  CHECK(mapping_flags(small->data()).find(" hg ") == std::string::npos);
 }
 
 }  // namespace
