@@ -219,16 +219,15 @@ class OptimizerBridge:
         return hyper_of(group, self.optimizer, decoupled=decoupled, grad_scale=grad_scale)
 
     def _regroup(self) -> None:
-        """Param groups changed (add_param_group): tell the engine who is where."""
+        """Param groups changed: tell the engine who is where, and who is not there any more."""
         self._group_of = self._groups()
-        for key, group in self._group_of.items():
-            place = self._places.get(key)
-            if place is None:
-                raise ValueError(
-                    "optimizer: a parameter was added after wrapping, expected the parameters it "
-                    "had; unwrap() before add_param_group() and wrap again after"
-                )
-            self._run.engine.set_group(*place, group)
+        if self._group_of.keys() - self._places.keys():
+            raise ValueError(
+                "optimizer: a parameter was added after wrapping, expected the parameters it "
+                "had; unwrap() before add_param_group() and wrap again after"
+            )
+        for key, place in self._places.items():
+            self._run.engine.set_group(*place, self._group_of.get(key, -1))
 
     # ---------------------------------------------------------------- optimizer.state
 

@@ -192,6 +192,8 @@ class CPUOptimizer(Optimizer):
         """Return one parameter's update; odd layouts go through copies."""
         state, grad = self.state[param], param.grad
         assert grad is not None
+        for tensor in (param, grad):
+            tensor.data_ptr()  # of a model wrapped with another optimizer: waits until it is final
         half = param.dtype != torch.float32
         self._complete(param, state, group)
         if half != ("master" in state):
