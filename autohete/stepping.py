@@ -72,6 +72,10 @@ class OptimizerBridge:
             if id(p) not in frozen
         }
 
+    def groups_changed(self) -> bool:
+        """Whether a parameter joined, left or changed its param group since the last step."""
+        return self._groups() != self._group_of
+
     def _check_frozen(self) -> None:
         for parameter in self._frozen:
             if parameter.grad is not None:
@@ -181,7 +185,7 @@ class OptimizerBridge:
         engine = self._run.engine
         check_gradients(engine, self._run.units)
         self._check_frozen()
-        if self._groups() != self._group_of:
+        if self.groups_changed():
             self._regroup()
         self.adopt_states()
         for u, i in engine.missing_state():
