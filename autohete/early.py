@@ -54,6 +54,8 @@ class EarlyUpdates:
         self._backwards += 1
         if not self._enabled or self._backwards != self._habit:
             return
+        if run.bridge.groups_changed():  # their numbers are those of the last step
+            return
         update = run.num_steps >= self._resume_at and self._reserve()
         if update or self._clips:
             hypers = run.bridge.hypers(self._grad_scale)

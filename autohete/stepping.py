@@ -72,6 +72,10 @@ class OptimizerBridge:
             if id(p) not in frozen
         }
 
+    def groups_changed(self) -> bool:
+        """Whether a parameter joined, left or changed its param group since the last step."""
+        return self._groups() != self._group_of
+
     def _check_frozen(self) -> None:
         for parameter in self._frozen:
             if parameter.grad is not None:
@@ -181,7 +185,7 @@ class OptimizerBridge:
         engine = self._run.engine
         check_gradients(engine, self._run.units)
         self._check_frozen()
-        if self._groups() != self._group_of:
+        if self.groups_changed():
             self._regroup()
         self.adopt_states()
         for u, i in engine.missing_state():
@@ -219,16 +223,15 @@ class OptimizerBridge:
         return hyper_of(group, self.optimizer, decoupled=decoupled, grad_scale=grad_scale)
 
     def _regroup(self) -> None:
-        """Param groups changed (add_param_group): tell the engine who is where."""
+        """Param groups changed: tell the engine who is where, and who is not there any more."""
         self._group_of = self._groups()
-        for key, group in self._group_of.items():
-            place = self._places.get(key)
-            if place is None:
-                raise ValueError(
-                    "optimizer: a parameter was added after wrapping, expected the parameters it "
-                    "had; unwrap() before add_param_group() and wrap again after"
-                )
-            self._run.engine.set_group(*place, group)
+        if self._group_of.keys() - self._places.keys():
+            raise ValueError(
+                "optimizer: a parameter was added after wrapping, expected the parameters it "
+                "had; unwrap() before add_param_group() and wrap again after"
+            )
+        for key, place in self._places.items():
+            self._run.engine.set_group(*place, self._group_of.get(key, -1))
 
     # ---------------------------------------------------------------- optimizer.state
 

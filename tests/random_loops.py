@@ -74,6 +74,7 @@ class Loop:
 
     def _wrap(self, leg: dict[str, Any]) -> AutoHeteWrapper:
         options: dict[str, Any] = {
+            "early_updates": leg["early_updates"],
             "window": leg["window"],
             "max_grad_norm": self.recipe.max_grad_norm,
         }

@@ -119,6 +119,7 @@ def _draw_leg(r: random.Random) -> dict[str, Any]:
         "window": r.choice((1, 2, 3)),
     }
     leg["load_late"] = r.random() < 0.5
+    leg["early_updates"] = r.random() < 0.7
     kind = r.random()
     if kind < 0.1:
         leg["plain"] = True

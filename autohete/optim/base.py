@@ -193,6 +193,8 @@ class CPUOptimizer(Optimizer):
     ) -> tuple[Any, ...]:
         """Return one parameter's update; odd layouts go through copies."""
         state = self.state[param]
+        for tensor in (param, grad):
+            tensor.data_ptr()  # of a model wrapped with another optimizer: waits until it is final
         half = param.dtype != torch.float32
         self._complete(param, state, group)
         if half != ("master" in state):

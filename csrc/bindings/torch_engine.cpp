@@ -446,8 +446,8 @@ std::vector<std::pair<int, int>> TorchEngine::missing_state() {
 
 void TorchEngine::set_group(int unit, int index, int group) {
   TorchParameter& parameter = units_.at(unit)->parameters().at(index);
-  require((parameter.group >= 0) == (group >= 0), "optimizer: a parameter of unit ",
-          units_[unit]->name(), " joined or left the optimizer after wrapping; unwrap() first");
+  require(group < 0 || parameter.has_room, "optimizer: a parameter of unit ", units_[unit]->name(),
+          " joined the optimizer after wrapping; unwrap() first");
   parameter.group = group;
 }
 

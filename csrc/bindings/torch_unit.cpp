@@ -29,9 +29,12 @@ DType to_dtype(at::ScalarType type) {
   }
 }
 
-// The gradient as one contiguous range in the parameter's own layout.
+// The gradient as one contiguous range in the parameter's own layout. One that stands in a block is
+// another parameter's (p.grad = q.grad): its bytes may be overwritten there before they are read.
 at::Tensor exclusive_gradient(const at::Tensor& parameter, const at::Tensor& gradient) {
-  if (owns_its_storage(gradient) && gradient.strides() == parameter.strides()) return gradient;
+  if (owns_its_storage(gradient) && gradient.strides() == parameter.strides() &&
+      !stands_in_a_block(gradient.storage()))
+    return gradient;
   at::Tensor copy = at::empty_strided(parameter.sizes(), parameter.strides(), gradient.options());
   copy.copy_(gradient.detach());
   parameter.mutable_grad() = copy;
@@ -52,6 +55,7 @@ TorchUnit::TorchUnit(std::string name, const std::vector<at::Tensor>& parameters
     const std::size_t bytes = align_up(parameters[i].nbytes());
     param_bytes_ += bytes;
     if (updated[i]) {
+      parameter.has_room = true;
       to_dtype(parameters[i].scalar_type());
       parameter.group = 0;
       parameter.gradient_offset = gradient_bytes_;

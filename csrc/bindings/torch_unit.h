@@ -26,7 +26,8 @@ using CopyAndWait = std::function<void(const BlockPtr& dst, const BlockPtr& src)
 struct TorchParameter {
   HomedTensor value;
   std::size_t gradient_offset = 0;
-  int group = -1;  // index of its param group; -1: not in the optimizer
+  int group = -1;         // index of its param group; -1: not in the optimizer
+  bool has_room = false;  // for gradient and state: it was in the optimizer when it was wrapped
 
   // The gradient on its way to the host, and its version when the copy was queued.
   at::Tensor leaving;

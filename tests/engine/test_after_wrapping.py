@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -599,3 +600,154 @@ def test_sparse_gradients_are_refused_at_wrapping():
             wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), None)
     frozen = nn.Sequential(nn.Embedding(5, 4, sparse=True).requires_grad_(False), nn.Linear(4, 4))
     wrap(frozen, optimizer_of(frozen), None).unwrap()
+
+
+# ------------------------------------------------------------------- around the step
+
+
+def a_group_removed(model: Any, optimizer: Any, step: int) -> float:
+    if step == 2:
+        optimizer.param_groups.pop()
+    return plain_loop(model, optimizer, step)
+
+
+def a_parameter_removed_and_added_again(model: Any, optimizer: Any, step: int) -> float:
+    params = optimizer.param_groups[0]["params"]
+    if step == 1:
+        optimizer.left = params.pop(2)
+    if step == 3:
+        params.append(optimizer.left)
+    return plain_loop(model, optimizer, step)
+
+
+def a_parameter_in_another_group(model: Any, optimizer: Any, step: int) -> float:
+    if step == 2:
+        first, second = (group["params"] for group in optimizer.param_groups)
+        second.append(first.pop(2))
+    return plain_loop(model, optimizer, step)
+
+
+def two_steps_after_one_backward(model: Any, optimizer: Any, step: int) -> float:
+    loss = model(*batch(step))
+    loss.backward()
+    optimizer.step()
+    for p in model.parameters():
+        p.grad.mul_(0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def gradients_swapped_between_layers(model: Any, optimizer: Any, step: int) -> float:
+    loss = model(*batch(step))
+    loss.backward()
+    a, b = model.blocks[0].up.weight, model.blocks[1].up.weight
+    a.grad, b.grad = b.grad, a.grad
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def gradients_set_before_backward(model: Any, optimizer: Any, step: int) -> float:
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 1e-3)
+    return plain_loop(model, optimizer, step)
+
+
+def gradients_given_other_memory(model: Any, optimizer: Any, step: int) -> float:
+    loss = model(*batch(step))
+    loss.backward()
+    for p in model.parameters():
+        p.grad.data = p.grad.data * 0.5
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def backward_for_some_inputs(model: Any, optimizer: Any, step: int) -> float:
+    loss = model(*batch(step))
+    loss.backward(inputs=list(model.parameters())[step::3])
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def moments_edited(model: Any, optimizer: Any, step: int) -> float:
+    loss = plain_loop(model, optimizer, step)
+    for number, p in enumerate(model.parameters()):
+        state = optimizer.state[p]
+        if number % 2:
+            state["exp_avg"].mul_(0.5)
+        else:
+            state["exp_avg_sq"] = state["exp_avg_sq"] * 2
+        if step == 2:
+            state["step"].fill_(1.0)
+        if step == 3:
+            state["step"] = torch.tensor(7.0)
+    return loss
+
+
+def another_optimizer_beside_it(model: Any, optimizer: Any, step: int) -> float:
+    if step == 0:
+        optimizer.other = torch.optim.SGD(model.blocks[1].parameters(), lr=0.1, momentum=0.9)
+    loss = model(*batch(step))
+    loss.backward()
+    optimizer.other.step()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def another_optimizer_in_its_place(model: Any, optimizer: Any, step: int) -> float:
+    if step == 2:
+        optimizer.other = CPUAdamW(model.parameters(), lr=1e-2)
+    return plain_loop(model, optimizer if step < 2 else optimizer.other, step)
+
+
+def a_layer_replaced_one_shared_one_added(model: Any, optimizer: Any, step: int) -> float:
+    inner = getattr(model, "module", model)
+    if step == 1:
+        state = torch.get_rng_state()
+        torch.manual_seed(5)
+        inner.blocks[1].up = nn.Linear(32, 128)
+        inner.blocks.append(copy.deepcopy(inner.blocks[0]))
+        torch.set_rng_state(state)
+    if step == 2:
+        inner.blocks[2] = inner.blocks[0]
+    if step == 3:
+        del inner.blocks[1]
+    return plain_loop(model, optimizer, step)
+
+
+def saved_tensors_redirected(model: Any, optimizer: Any, step: int) -> float:
+    with torch.autograd.graph.save_on_cpu(), torch.autograd.set_detect_anomaly(True):
+        loss = model(*batch(step))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def backward_in_another_thread(model: Any, optimizer: Any, step: int) -> float:
+    loss = model(*batch(step))
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+AROUND = (
+    a_group_removed, a_parameter_removed_and_added_again, a_parameter_in_another_group,
+    two_steps_after_one_backward, gradients_swapped_between_layers, gradients_set_before_backward,
+    gradients_given_other_memory, backward_for_some_inputs, moments_edited,
+    another_optimizer_beside_it, another_optimizer_in_its_place,
+    a_layer_replaced_one_shared_one_added, saved_tensors_redirected, backward_in_another_thread,
+)  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("loop", AROUND, ids=lambda loop: loop.__name__.replace("_", " "))
+def test_what_users_do_around_a_step_gives_the_bits_of_plain_training(loop):
+    same(loop)
