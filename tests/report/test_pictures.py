@@ -74,6 +74,7 @@ def test_plan_simulation_and_report_show_themselves_in_a_notebook(
 ) -> None:
     simulation = simulate(planned.profile, planned.plan)
     shown = {
+        "answer": planned._repr_html_(),
         "plan": planned.plan._repr_html_(),  # type: ignore[attr-defined]
         "simulation": simulation._repr_html_(),  # type: ignore[attr-defined]
         "report": traced._repr_html_(),
@@ -82,6 +83,7 @@ def test_plan_simulation_and_report_show_themselves_in_a_notebook(
         assert "<svg" in html, name
         assert "<script" not in html, name
     assert content.PLACEMENT in shown["plan"]
+    assert content.DEVICE in shown["answer"]
     assert content.TIMELINE in shown["simulation"]
     assert content.DEVICE in shown["report"]
 
