@@ -81,7 +81,7 @@ $(STAMPS)/native: $(STAMPS)/deps $(NATIVE) $(TORCH_INSTALLED)
 	@touch $@
 
 $(STAMPS)/installed: $(STAMPS)/native pyproject.toml autohete/_version.py
-	@[ $@ -nt pyproject.toml ] || { echo "installing autohete into $(VENV)"; $(PIP) install --no-build-isolation --editable .; }
+	@[ $@ -nt pyproject.toml ] || { echo "installing autohete into $(VENV)"; $(PIP) install --no-build-isolation --editable '.[report]'; }
 	@touch $@
 
 $(STAMPS)/test: $(STAMPS)/installed

@@ -107,7 +107,7 @@ def plotting() -> Finding:
         importlib.import_module("vl_convert")
     except ImportError as error:
         detail = f"not here ({error}); everything but pictures works"
-        return Finding("pictures", "warning", detail, "pip install 'autohete[report]'")
+        return Finding("pictures", "warning", detail, "pip install altair vl-convert-python")
     return Finding("pictures", "ok", f"Altair {altair.__version__}")
 
 

@@ -91,6 +91,11 @@ class PlanReport:
         """Return the report as JSON text."""
         return json.dumps(self.to_dict(), indent=1)
 
+    def _repr_html_(self) -> str:
+        from autohete.report.notebook import plan_report_html
+
+        return plan_report_html(self)
+
     def __str__(self) -> str:
         plan = self.plan
         lines = [

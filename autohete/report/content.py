@@ -117,7 +117,7 @@ def plotting() -> Any:
     except ImportError as error:
         raise RuntimeError(
             f"figures: the plotting library is missing ({error}), expected Altair and vl-convert; "
-            "pip install 'autohete[report]'"
+            "pip install altair vl-convert-python"
         ) from error
 
 

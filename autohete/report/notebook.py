@@ -7,16 +7,30 @@ notebook shows them without being run or trusted. Without the plotting library t
 from __future__ import annotations
 
 import html
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autohete import _C
 from autohete.planning import Plan, format_plan
-from autohete.report.content import Content, content_of_plan, content_of_run, plotting
+from autohete.report.content import (
+    Content,
+    content_of_plan,
+    content_of_plan_report,
+    content_of_run,
+    plotting,
+)
+
+if TYPE_CHECKING:
+    from autohete.planning.plan_report import PlanReport
 
 
 def plan_html(plan: Plan) -> str:
     """Return a plan's table and its strip; a plan does not know its units' names."""
     return _html(content_of_plan(plan), format_plan(plan))
+
+
+def plan_report_html(report: PlanReport) -> str:
+    """Return what plan_for() found: facts, strip, memory and lanes."""
+    return _html(content_of_plan_report(report))
 
 
 def simulation_html(simulation: _C.Simulation) -> str:

@@ -151,7 +151,8 @@ def joined(spans: Sequence[Span], gap: float) -> list[Span]:
 
 def _kind(what: str) -> str:
     """The engine's words for work, in those of the pictures."""
-    return {"gradients": "download", "download gradients": "download"}.get(what, what)
+    word = what.split(" ")[0]  # "update ahead" is an update
+    return "download" if word == "gradients" else word
 
 
 def _unit_names(span: Span, names: Sequence[str]) -> str:

@@ -19,6 +19,7 @@ from autohete import CPUSGD, AutoHeteWrapper, CPUAdamW, InfeasibleError, _native
 from autohete.demo.gpt import GPTConfig
 from autohete.demo.training import DemoOptions
 from autohete.integrations.transformers import AutoHeteCallback
+from autohete.optim import CPUSGD
 from autohete.planning import plan_for, save_profile
 
 
@@ -73,6 +74,22 @@ def aliases() -> Any:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight.data = model[0].weight.data
     return wrap(model)
+
+
+FLAT = torch.zeros(2, 16)
+
+
+def part_of_a_larger_tensor() -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer, flat in zip(model, FLAT, strict=True):
+        layer.weight.data = flat.view(4, 4)
+    return wrap(model)
+
+
+def sparse_embedding() -> Any:
+    layers = [nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4), nn.Linear(4, 4)]
+    model = nn.Sequential(*layers)
+    return wrap(model, torch.optim.AdamW(model.parameters()))
 
 
 class NoReset(nn.Module):
@@ -203,6 +220,15 @@ CASES = {
     ),
     "parameters that share memory": Case(
         lambda f: aliases(), "share memory", "memory of their own", "tie weights by"
+    ),
+    "a parameter that is part of a larger tensor": Case(
+        lambda f: part_of_a_larger_tensor(),
+        "is part of a larger tensor",
+        "memory of its own",
+        "give the parameter a clone",
+    ),
+    "an embedding with sparse gradients": Case(
+        lambda f: sparse_embedding(), "has sparse=True", "dense gradients", "set sparse=False"
     ),
     "a model without values": Case(
         lambda f: wrap(nn.Sequential(NoReset(), NoReset()), None),
@@ -379,6 +405,24 @@ CASES = {
     ),
     "a learning rate that is none": Case(
         lambda f: cpu_adamw(lr=float("nan")), "nan", "a finite number >= 0", ">= 0"
+    ),
+    "moments of a dtype that there is not": Case(
+        lambda f: cpu_adamw(moment_dtype=torch.float64),
+        "moment_dtype is torch.float64",
+        "float32 or bfloat16",
+        "float32 or bfloat16",
+    ),
+    "amsgrad with bfloat16 moments": Case(
+        lambda f: cpu_adamw(moment_dtype=torch.bfloat16, amsgrad=True),
+        "amsgrad is True with bfloat16 moments",
+        "expected False",
+        "would only grow",
+    ),
+    "nesterov without momentum": Case(
+        lambda f: CPUSGD([nn.Parameter(torch.ones(3))], lr=0.1, nesterov=True),
+        "nesterov is True with momentum",
+        "a momentum and no dampening",
+        "a momentum",
     ),
     "a beta out of range": Case(
         lambda f: cpu_adamw(betas=(0.9, 1.5)), "1.5", "0 <= beta < 1", "beta < 1"

@@ -74,6 +74,7 @@ def test_plan_simulation_and_report_show_themselves_in_a_notebook(
 ) -> None:
     simulation = simulate(planned.profile, planned.plan)
     shown = {
+        "answer": planned._repr_html_(),
         "plan": planned.plan._repr_html_(),  # type: ignore[attr-defined]
         "simulation": simulation._repr_html_(),  # type: ignore[attr-defined]
         "report": traced._repr_html_(),
@@ -82,6 +83,7 @@ def test_plan_simulation_and_report_show_themselves_in_a_notebook(
         assert "<svg" in html, name
         assert "<script" not in html, name
     assert content.PLACEMENT in shown["plan"]
+    assert content.DEVICE in shown["answer"]
     assert content.TIMELINE in shown["simulation"]
     assert content.DEVICE in shown["report"]
 
@@ -98,5 +100,5 @@ def test_without_the_plotting_library_the_table_is_there_and_says_what_to_instal
     assert "recomputed" in html
     assert "pip install" in html
     assert "<svg" not in html
-    with pytest.raises(RuntimeError, match=r"pip install 'autohete\[report\]'"):
+    with pytest.raises(RuntimeError, match="pip install altair vl-convert-python"):
         content.content_of_plan_report(planned).figures()

@@ -8,7 +8,7 @@ import pytest
 
 from autohete.planning import device_peak_bytes, device_visits, make_plan, simulate
 from autohete.planning.plan_report import PlanReport
-from autohete.report import rows
+from autohete.report import rows, style
 from autohete.report.rows import Span
 from autohete.run_report import RunReport
 
@@ -83,8 +83,11 @@ def test_a_trace_holds_every_lane_and_its_compute_is_inside_the_steps(traced: Ru
     assert {"forward", "backward", "recompute"} <= names
     forwards = [s for s in details.spans if s[2] == "forward"]
     assert len(forwards) % len(details.unit_names) == 0
-    for _, _, _, begin, end, _ in details.spans:
-        assert begin <= end
+    spans = [Span(*span[:5]) for span in details.spans]
+    drawn = rows.timeline_rows(spans, details.unit_names, "measured", (0, 1e12))
+    assert {row["work"] for row in drawn} <= set(style.WORK), "every kind of work has a colour"
+    for span in spans:
+        assert span.begin <= span.end
 
 
 @pytest.mark.parametrize("host", [False, True])
