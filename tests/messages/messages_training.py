@@ -19,7 +19,6 @@ from autohete import CPUSGD, AutoHeteWrapper, CPUAdamW, InfeasibleError, _native
 from autohete.demo.gpt import GPTConfig
 from autohete.demo.training import DemoOptions
 from autohete.integrations.transformers import AutoHeteCallback
-from autohete.optim import CPUSGD
 from autohete.planning import plan_for, save_profile
 
 
@@ -417,12 +416,6 @@ CASES = {
         "amsgrad is True with bfloat16 moments",
         "expected False",
         "would only grow",
-    ),
-    "nesterov without momentum": Case(
-        lambda f: CPUSGD([nn.Parameter(torch.ones(3))], lr=0.1, nesterov=True),
-        "nesterov is True with momentum",
-        "a momentum and no dampening",
-        "a momentum",
     ),
     "a beta out of range": Case(
         lambda f: cpu_adamw(betas=(0.9, 1.5)), "1.5", "0 <= beta < 1", "beta < 1"
