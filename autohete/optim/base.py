@@ -193,7 +193,7 @@ class CPUOptimizer(Optimizer):
     ) -> tuple[Any, ...]:
         """Return one parameter's update; odd layouts go through copies."""
         state = self.state[param]
-        for tensor in (param, grad):
+        for tensor in (t for t in (param, grad) if t.layout == torch.strided):
             tensor.data_ptr()  # of a model wrapped with another optimizer: waits until it is final
         half = param.dtype != torch.float32
         self._complete(param, state, group)
