@@ -49,16 +49,21 @@ def read_rows(text: str) -> list[Row]:
 
 
 def read_reports(paths: Iterable[Path]) -> dict[str, list[bool]]:
-    """Return by test function (path::name) whether each of its cases passed; skipped: not run."""
-    results: dict[str, list[bool]] = defaultdict(list)
+    """Return by test function (path::name) whether each of its cases passed; skipped: not run.
+
+    Of a test that was run again, a later report counts.
+    """
+    all_results: dict[str, list[bool]] = {}
     for path in paths:
+        results: dict[str, list[bool]] = defaultdict(list)
         for case in ElementTree.parse(path).iter("testcase"):
             outcomes = {child.tag for child in case}
             if "skipped" not in outcomes:
                 file = case.get("classname", "").replace(".", "/") + ".py"
                 name = case.get("name", "").partition("[")[0]
                 results[f"{file}::{name}"].append(not outcomes & {"failure", "error"})
-    return results
+        all_results.update(results)
+    return all_results
 
 
 def render(rows: list[Row], counts: Mapping[str, int]) -> str:
