@@ -22,12 +22,21 @@ struct StatsTile {
   ContentHash hash{};
 };
 
+// The hash asks ahead for itself; a norm alone is read so fast that the hardware's own look-ahead
+// is too short (measured: 1.5 to 2.5 times the time without).
+AH_INLINE void prefetch_ahead(const GradSpan& span, std::size_t at, std::size_t n) {
+  const std::size_t item = item_bytes(span.dtype);
+  const auto* ahead = static_cast<const char*>(span.values) + at * item + 2048;
+  for (std::size_t byte = 0; byte < n * item; byte += 64) __builtin_prefetch(ahead + byte);
+}
+
 AH_INLINE void stats_tile(StatsTile& tile) {
   alignas(64) float scratch[kBlock];
   const GradSpan& span = tile.span;
   ByProducts found(tile.wanted, span.values, span.dtype, tile.position, tile.end);
   for (std::size_t at = tile.begin; at < tile.end; at += kBlock) {
     const std::size_t n = std::min(kBlock, tile.end - at);
+    if (tile.wanted.hash == nullptr) prefetch_ahead(span, at, n);
     const float* values =
         tile.wanted.norm ? widened(span.values, span.dtype, at, n, scratch) : nullptr;
     found.look_at(values, at, n);
