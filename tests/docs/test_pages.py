@@ -76,6 +76,12 @@ def test_every_page_of_the_site_is_in_its_table_of_contents() -> None:
     assert {relative(p) for p in pages - reached} - {"docs/compatibility.md"} == set()
 
 
+def test_every_decision_is_listed() -> None:
+    text = (ROOT / "docs/adr/index.md").read_text(encoding="utf-8")
+    decisions = {path.name for path in (ROOT / "docs/adr").glob("0*.md")}
+    assert decisions - set(re.findall(r"\((0[^)]+\.md)\)", text)) == set()
+
+
 # ---------------------------------------------------------------- code
 
 
