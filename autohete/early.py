@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("autohete")
 _MISSES_ALLOWED = 3  # in a row; then updates wait for step() for a while
 _STEPS_OFF = 50
+_SHARE_OF_MEASURED_MEMORY = 0.6
 
 
 class EarlyUpdates:
@@ -97,7 +98,7 @@ class EarlyUpdates:
     def _reserve(self) -> bool:
         if self._units_ready is None:
             engine = self._run.engine
-            self._units_ready = engine.reserve_ahead()
+            self._units_ready = engine.reserve_ahead(self._room())
             _log.info(
                 "autohete: %d of %d units can be updated before step(), with %s more host memory",
                 self._units_ready,
@@ -105,6 +106,15 @@ class EarlyUpdates:
                 format_bytes(engine.bytes_reserved_ahead()),
             )
         return self._units_ready > 0
+
+    def _room(self) -> int:
+        """Bytes that the second copies may take: what cpu_mem leaves, where the user gave it.
+
+        A budget that was only measured is not used up: the loop's own data has to fit beside.
+        """
+        run = self._run
+        share = 1.0 if run.config.cpu_mem is not None else _SHARE_OF_MEASURED_MEMORY
+        return max(int(share * run.cpu_mem) - run.side.host_peak(), 0)
 
     # ---------------------------------------------------------------- what clipping asks for
 

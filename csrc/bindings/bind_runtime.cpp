@@ -215,7 +215,7 @@ void bind_engine(py::module_& module) {
            })
       .def("set_group", &TorchEngine::set_group)
       .def("commit", &TorchEngine::commit)
-      .def("reserve_ahead", &TorchEngine::reserve_ahead)
+      .def("reserve_ahead", &TorchEngine::reserve_ahead, py::arg("max_bytes"))
       .def("bytes_reserved_ahead", &TorchEngine::bytes_reserved_ahead)
       .def(
           "expect_step",

@@ -126,9 +126,12 @@ std::size_t TorchEngine::bytes_to_leave() const {
   return bytes;
 }
 
-int TorchEngine::reserve_ahead() {
+int TorchEngine::reserve_ahead(std::size_t max_bytes) {
   int ready = 0;
-  for (int i = num_units() - 1; i >= 0 && units_[i]->reserve_spare(*handle_.store); --i) ++ready;
+  for (int i = num_units() - 1; i >= 0; --i, ++ready) {
+    if (bytes_reserved_ahead() + units_[i]->bytes_of_spare() > max_bytes) break;
+    if (!units_[i]->reserve_spare(*handle_.store)) break;
+  }
   return ready;
 }
 

@@ -68,8 +68,8 @@ class TorchEngine {
     bool measure = false;
   };
   // Makes room for it where the host's memory allows, the units of the end first: their gradients
-  // land first. Returns how many units can be updated ahead.
-  int reserve_ahead();
+  // land first, and no more than `max_bytes`. Returns how many units can be updated ahead.
+  int reserve_ahead(std::size_t max_bytes);
   std::size_t bytes_reserved_ahead() const;
   void expect_step(Expectation expectation);
   // Gradients are about to change (another backward): what ran ahead is void, factors are applied.

@@ -445,15 +445,21 @@ AdamSpan TorchUnit::span_at_home(TorchParameter& parameter, const std::vector<Ad
 
 bool TorchUnit::reserve_spare(Store& store) {
   if (spare_state_ || plan_.optimizer_state != Tier::kHost || state_bytes_ == 0) return true;
+  const bool pinned = store.pins_host_memory();
   try {
-    BlockPtr params =
+    spare_params_ =
         store.allocate_host(params_host_->bytes(), concat("second parameters of unit ", name_));
     spare_state_ = store.allocate_host(state_bytes_, concat("second state of unit ", name_));
-    spare_params_ = std::move(params);
-    return true;
-  } catch (const std::exception&) {  // OutOfMemory, or pinning refused: go without
-    return false;
+    if (store.pins_host_memory() == pinned) return true;
+  } catch (const std::exception&) {  // OutOfMemory: go without
   }
+  drop_spare();  // also where pinning was refused: the device may not be able to read it
+  return false;
+}
+
+std::size_t TorchUnit::bytes_of_spare() const {
+  const bool wanted = plan_.optimizer_state == Tier::kHost && state_bytes_ > 0;
+  return wanted ? params_host_->bytes() + state_bytes_ : 0;
 }
 
 void TorchUnit::drop_spare() {

@@ -127,7 +127,8 @@ class TorchUnit {
   // Makes the spare blocks. False where the host's memory has no room for them.
   bool reserve_spare(Store& store);
   void drop_spare();
-  std::size_t spare_bytes() const;
+  std::size_t bytes_of_spare() const;  // what it would take
+  std::size_t spare_bytes() const;     // what it takes
   // The spans of the step to come, into the spare blocks; nothing is counted. Empty where there is
   // no spare, or some parameter of the unit is not updated: its bytes would have to be copied.
   std::vector<AdamSpan> spans_ahead(const std::vector<AdamHyper>& hypers);
