@@ -194,7 +194,8 @@ class CPUOptimizer(Optimizer):
         """Return one parameter's update; odd layouts go through copies."""
         state = self.state[param]
         for tensor in (param, grad):
-            tensor.data_ptr()  # of a model wrapped with another optimizer: waits until it is final
+            if tensor.layout == torch.strided:  # others are refused by the kernel, by name
+                tensor.data_ptr()  # of a model wrapped with another optimizer: waits for it
         half = param.dtype != torch.float32
         self._complete(param, state, group)
         if half != ("master" in state):
