@@ -15,6 +15,7 @@ from autohete import _C
 
 __all__ = ["CPUOptimizer", "loaded_state", "number"]
 
+_PLAIN = (torch.nn.Parameter, Tensor)  # what still moves wears another class
 _HALF = (torch.bfloat16, torch.float16)
 _FP32_KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master")
 
@@ -194,7 +195,7 @@ class CPUOptimizer(Optimizer):
         """Return one parameter's update; odd layouts go through copies."""
         state = self.state[param]
         for tensor in (param, grad):
-            if tensor.layout == torch.strided:  # others are refused by the kernel, by name
+            if type(tensor) not in _PLAIN and tensor.layout == torch.strided:
                 tensor.data_ptr()  # of a model wrapped with another optimizer: waits for it
         half = param.dtype != torch.float32
         self._complete(param, state, group)
