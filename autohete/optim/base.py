@@ -15,6 +15,7 @@ from autohete import _C
 
 __all__ = ["CPUOptimizer", "loaded_state", "number"]
 
+_PLAIN = (torch.nn.Parameter, Tensor)  # what still moves wears another class
 _HALF = (torch.bfloat16, torch.float16)
 _FP32_KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master")
 
@@ -193,8 +194,9 @@ class CPUOptimizer(Optimizer):
     ) -> tuple[Any, ...]:
         """Return one parameter's update; odd layouts go through copies."""
         state = self.state[param]
-        for tensor in (t for t in (param, grad) if t.layout == torch.strided):
-            tensor.data_ptr()  # of a model wrapped with another optimizer: waits until it is final
+        for tensor in (param, grad):
+            if type(tensor) not in _PLAIN and tensor.layout == torch.strided:
+                tensor.data_ptr()  # of a model wrapped with another optimizer: waits for it
         half = param.dtype != torch.float32
         self._complete(param, state, group)
         if half != ("master" in state):

@@ -245,11 +245,15 @@ bool TorchEngine::commit_ahead(int index, const std::vector<AdamSpan>& spans) {
   auto again = [this, spans = std::move(offer.spans), hash = offer.hash, suspect] {
     if (suspect && hash_of_gradients(spans) == *hash) return;
     ++updates_redone_;
-    adamw(spans.data(), spans.size(), workers_);
+    update_now(spans);
   };
   NoGil no_gil;
   engine_.commit_ahead(index, unit.blocks().params_host, std::move(again), suspect);
   return true;
+}
+
+void TorchEngine::update_now(const std::vector<AdamSpan>& spans) {
+  adamw(spans.data(), spans.size(), workers_, cpu_level(), /*by_products=*/false);
 }
 
 ContentHash TorchEngine::hash_of_gradients(const std::vector<AdamSpan>& spans) {
@@ -484,7 +488,7 @@ void TorchEngine::commit(const std::vector<AdamHyper>& hypers) {
     NoGil no_gil;
     if (kernels_pending && !unit.gradients_leaving()) engine_.send_gradients(i, {});
     const std::size_t num_parameters = count_parameters(spans);
-    auto update = [this, spans = std::move(spans)] { adamw(spans.data(), spans.size(), workers_); };
+    auto update = [this, spans = std::move(spans)] { update_now(spans); };
     engine_.commit(i, std::move(update), num_parameters);
   }
   expectation_ = {};
@@ -504,7 +508,7 @@ void TorchEngine::update_on_device(const std::vector<AdamHyper>& hypers) {
   }
   if (spans.empty()) return;
   NoGil no_gil;
-  adamw(spans.data(), spans.size(), workers_);
+  update_now(spans);
 }
 
 }  // namespace autohete

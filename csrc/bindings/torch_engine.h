@@ -128,6 +128,7 @@ class TorchEngine {
   AheadWork offer(int unit);
   void withdraw(int unit);
   bool commit_ahead(int unit, const std::vector<AdamSpan>& spans);
+  void update_now(const std::vector<AdamSpan>& spans);
   ContentHash hash_of_gradients(const std::vector<AdamSpan>& spans);
   void update_on_device(const std::vector<AdamHyper>& hypers);
   CopyAndWait copier();
