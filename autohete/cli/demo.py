@@ -141,7 +141,8 @@ class _Progress:
 
         figures = TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s")
         columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), figures, Remaining())
-        self._bar = Progress(*columns, console=console)
+        hidden = not console.is_terminal
+        self._bar = Progress(*columns, console=console, disable=hidden)
         self._task = self._bar.add_task(title, total=options.steps, loss=float("nan"), rate=0.0)
         self._tokens = options.batch * options.model.context
         self._start = 0.0
