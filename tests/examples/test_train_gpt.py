@@ -56,7 +56,13 @@ def test_something_is_learned_and_bytes_really_move(result) -> None:
 def test_a_person_sees_plan_progress_and_figures(tmp_path: Path) -> None:
     done = train_gpt(tmp_path, "--steps", "5")
     assert done.returncode == 0, done.stderr
-    for word in ("strategy autohete", "recomputed", "measured peak", "tokens/s", "held-out loss after"):
+    for word in (
+        "strategy autohete",
+        "recomputed",
+        "measured peak",
+        "tokens per second",
+        "held-out loss after",
+    ):
         assert word in done.stdout, word
 
 
