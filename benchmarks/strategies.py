@@ -71,6 +71,7 @@ def placement(model: nn.Module, strategy: str) -> Plan:
         if strategy == "zero_offload":
             unit.parameters = Tier.DEVICE
     plan.units = units
+    plan.window = 4  # copies and updates share few cores here: two slots leave uploads exposed
     plan.chunk_bytes = 1 << 20
     return plan
 
