@@ -462,7 +462,10 @@ void TorchEngine::set_group(int unit, int index, int group) {
 // its update starts after them: they are in front of this event.
 void TorchEngine::commit(const std::vector<AdamHyper>& hypers) {
   use_current_stream();
-  land(/*all=*/false);
+  // Exchanged gradients go one unit at a time: what one sends may be what another one lands.
+  const bool exchanged = std::any_of(units_.begin(), units_.end(),
+                                     [](const auto& unit) { return unit->gradients_exchanged(); });
+  land(/*all=*/exchanged);
   const bool cuda = !handle_.torch_device.is_cpu();
   for (int i = 0; i < num_units(); ++i) {
     TorchUnit& unit = *units_[i];
@@ -480,6 +483,7 @@ void TorchEngine::commit(const std::vector<AdamHyper>& hypers) {
       touched_[i] = false;
     }
     send(i);
+    if (exchanged) settle_leaving(i);
     std::vector<AdamSpan> spans = unit.make_spans(hypers);
     const bool ahead = commit_ahead(i, spans);
     gradients_touched_[i] = false;

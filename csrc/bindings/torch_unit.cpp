@@ -315,6 +315,15 @@ bool TorchUnit::has_unsent_gradients() const {
   return false;
 }
 
+bool TorchUnit::gradients_exchanged() const {
+  return std::any_of(parameters_.begin(), parameters_.end(), [&](const TorchParameter& parameter) {
+    const at::Tensor& gradient = parameter.value.tensor().grad();
+    if (parameter.group < 0 || !gradient.defined()) return false;
+    if (parameter.leaving.defined()) return !parameter.leaving.is_same(gradient);
+    return !parameter.landed.expired() && !on_host(parameter, gradient);
+  });
+}
+
 bool TorchUnit::on_host(const TorchParameter& parameter, const at::Tensor& gradient) const {
   const auto landed = parameter.landed.lock();
   return landed && gradient.has_storage() &&

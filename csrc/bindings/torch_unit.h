@@ -104,6 +104,9 @@ class TorchUnit {
   // Some parameter has a gradient that is neither on the host nor on its way, or changed on its
   // way.
   bool has_unsent_gradients() const;
+  // The user gave a parameter another gradient than the one that is leaving or has landed: it may
+  // be one of another parameter's, whose memory moves too.
+  bool gradients_exchanged() const;
   // The copies are over: gradients point at the host block from here on, and their device memory
   // is free. Returns true when some changed meanwhile and must be sent again.
   bool land_gradients();
