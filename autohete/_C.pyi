@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections.abc
 import torch
 import typing
-__all__: list[str] = ['ActivationRule', 'AdamHyper', 'Budgets', 'CopyDirection', 'DeviceHandle', 'Direction', 'Engine', 'Formulation', 'Goal', 'HardwareProfile', 'HostMachine', 'InfeasibleError', 'LionHyper', 'Plan', 'PlannerOptions', 'Profile', 'Segment', 'SegmentCounts', 'SgdHyper', 'SimulatedLane', 'SimulatedSpan', 'Simulation', 'SimulationPolicy', 'Tier', 'UNIT_EVENTS', 'UnitPlan', 'UnitProfile', 'UpdateStats', 'Workers', 'adamw_', 'cast_', 'cgroup_cpu_quota', 'content_hash', 'copy_', 'cpu_features', 'cpus_for_rank', 'decode_plan', 'default_num_workers', 'device_peak_bytes', 'device_visits', 'finish_plan', 'formulate', 'gradient_stats', 'host_bytes', 'lane_seconds', 'lion_', 'minimum_device_bytes', 'minimum_host_bytes', 'next_unit_state', 'next_use_distance', 'policy_of', 'predict_plan', 'release_file_pages', 'require_feasible', 'require_within', 'search_plan', 'sgd_', 'simulate', 'squared_norm', 'validate_hardware', 'validate_plan', 'validate_profile']
+__all__: list[str] = ['ActivationRule', 'AdamHyper', 'Budgets', 'CopyDirection', 'DeviceHandle', 'Direction', 'Engine', 'Formulation', 'Goal', 'HardwareProfile', 'HostMachine', 'InfeasibleError', 'KeptAdamW', 'KeptLion', 'KeptSgd', 'LionHyper', 'Plan', 'PlannerOptions', 'Profile', 'Segment', 'SegmentCounts', 'SgdHyper', 'SimulatedLane', 'SimulatedSpan', 'Simulation', 'SimulationPolicy', 'Tier', 'UNIT_EVENTS', 'UnitPlan', 'UnitProfile', 'UpdateStats', 'Workers', 'adamw_', 'cast_', 'cgroup_cpu_quota', 'content_hash', 'copy_', 'cpu_features', 'cpus_for_rank', 'decode_plan', 'default_num_workers', 'device_peak_bytes', 'device_visits', 'finish_plan', 'formulate', 'gradient_stats', 'host_bytes', 'lane_seconds', 'lion_', 'minimum_device_bytes', 'minimum_host_bytes', 'next_unit_state', 'next_use_distance', 'policy_of', 'predict_plan', 'release_file_pages', 'require_feasible', 'require_within', 'search_plan', 'sgd_', 'simulate', 'squared_norm', 'validate_hardware', 'validate_plan', 'validate_profile']
 class UpdateStats:
     """
     By-products of one pass over gradients.
@@ -82,6 +82,36 @@ class LionHyper:
     """
     def __init__(self, *, lr: typing.SupportsFloat | typing.SupportsIndex, beta1: typing.SupportsFloat | typing.SupportsIndex, beta2: typing.SupportsFloat | typing.SupportsIndex, weight_decay: typing.SupportsFloat | typing.SupportsIndex = 0.0, maximize: bool = False, grad_scale: typing.SupportsFloat | typing.SupportsIndex = 1.0) -> None:
         ...
+class KeptAdamW:
+    """
+    An optimizer's updates, read once.
+    """
+    def __init__(self, params: list[typing.Any], groups: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], updates: list[typing.Any], state: dict[str, typing.Any]) -> None:
+        ...
+    def run(self, workers: Workers, params: list[typing.Any], hypers: list[typing.Any], state: typing.Any) -> bool:
+        """
+        Make them with the present gradients and one hyper a group. False: something is not as it was, and nothing has been written.
+        """
+class KeptSgd:
+    """
+    An optimizer's updates, read once.
+    """
+    def __init__(self, params: list[typing.Any], groups: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], updates: list[typing.Any], state: dict[str, typing.Any]) -> None:
+        ...
+    def run(self, workers: Workers, params: list[typing.Any], hypers: list[typing.Any], state: typing.Any) -> bool:
+        """
+        Make them with the present gradients and one hyper a group. False: something is not as it was, and nothing has been written.
+        """
+class KeptLion:
+    """
+    An optimizer's updates, read once.
+    """
+    def __init__(self, params: list[typing.Any], groups: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], updates: list[typing.Any], state: dict[str, typing.Any]) -> None:
+        ...
+    def run(self, workers: Workers, params: list[typing.Any], hypers: list[typing.Any], state: typing.Any) -> bool:
+        """
+        Make them with the present gradients and one hyper a group. False: something is not as it was, and nothing has been written.
+        """
 class Tier:
     """
     Members:

@@ -69,6 +69,8 @@ def measure(
 ) -> dict[str, Times]:
     """Return each competitor's median and best time; the order turns from round to round.
 
+    Each runs once before it is timed: OpenMP's threads spin on for milliseconds after the peer's
+    last loop, on a core that the next one's threads would need.
     Sleeps and goes on for up to `patience` seconds until other processes took less than a tenth of
     a CPU more than `expected` during `rounds` rounds; the quietest rounds count.
     """
@@ -85,6 +87,7 @@ def measure(
         times: dict[str, float] = {}
         for i in range(len(competitors)):
             name, run = competitors[(i + len(taken)) % len(competitors)]
+            run()
             start = clock()
             for _ in range(repeat):
                 run()

@@ -156,6 +156,8 @@ class CPUAdamW(CPUOptimizer):
     def _call(self, workers: _C.Workers, updates: list[Any]) -> None:
         _C.adamw_(workers, updates, by_products=False)
 
+    _keep = _C.KeptAdamW
+
 
 class CPUAdam(CPUAdamW):
     """Implement Adam for parameters on the CPU: CPUAdamW with torch.optim.Adam's defaults.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -37,6 +36,7 @@ class CPUOptimizer(Optimizer):
     _step_supports_amp_scaling = True
     _num_workers: int | None = None
     _workers: _C.Workers | None = None  # made at the first step; not part of pickles and copies
+    _kept_updates: Any | None = None  # of the last step; not part of them either
     _moment_dtype = torch.float32
     _main_state = "exp_avg"  # where it is laid out as the parameter, the other states are too
     _kept: tuple[str, ...] = ("_num_workers",)  # what pickles and copies carry besides torch's own
@@ -99,6 +99,9 @@ class CPUOptimizer(Optimizer):
     def _call(self, workers: _C.Workers, updates: list[Any]) -> None:
         raise NotImplementedError
 
+    # What reads updates once, for many steps: a class of _C.
+    _keep: Callable[..., Any]
+
     # ---------------------------------------------------------------- torch's interface
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -157,20 +160,38 @@ class CPUOptimizer(Optimizer):
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and float(found_inf) != 0:
             return loss
-        updates: list[tuple[Any, ...]] = []
+        hypers = [self._hyper(group) for group in self.param_groups]
+        params = [param for group in self.param_groups for param in group["params"]]
+        kept = self._kept_updates
+        if kept is None or not kept.run(self._the_workers(), params, hypers, self.state):
+            self._step_anew(params, hypers)
+        return loss
+
+    def _step_anew(self, params: list[Tensor], hypers: list[Any]) -> None:
+        """Read every tensor, and keep what was read for the next step where it is all plain."""
+        self._kept_updates = None
+        updates: list[tuple[Any, ...] | None] = []
+        groups: list[int] = []
         after: list[Callable[[], Any]] = []
-        numbers = itertools.count()
-        for group in self.param_groups:
-            hyper = self._hyper(group)
-            for param, index in zip(group["params"], numbers, strict=False):
-                grad = param.grad
+        plain = True
+        for number, (group, hyper) in enumerate(zip(self.param_groups, hypers, strict=True)):
+            for param in group["params"]:
+                grad, update = param.grad, None
                 if grad is not None:
-                    updates.append(self._update(param, grad, hyper, group, index, after))
-        if updates:
-            self._call(self._the_workers(), updates)
+                    plain = plain and type(param) in _PLAIN
+                    update = self._update(param, grad, hyper, group, len(updates), after)
+                updates.append(update)
+                groups.append(number)
+        if plain and not after:
+            kept = self._keep(params, groups, updates, self.state)
+            if kept.run(self._the_workers(), params, hypers, self.state):
+                self._kept_updates = kept
+                return
+        made = [update for update in updates if update is not None]
+        if made:
+            self._call(self._the_workers(), made)
         for action in after:
             action()
-        return loss
 
     # ---------------------------------------------------------------- for the rules
 
@@ -209,7 +230,7 @@ class CPUOptimizer(Optimizer):
             grad = like(grad, work)
             if work is not param:
                 after.append(partial(param.copy_, work))
-        kept = state.get(self._main_state)
+        kept = state.get(self._main_state, state.get("master"))
         alike = kept is None or (plain and kept.is_contiguous())
         if not alike and kept.stride() != work.stride():
             for key in _FP32_KEYS:

@@ -90,3 +90,5 @@ class CPULion(CPUOptimizer):
 
     def _call(self, workers: _C.Workers, updates: list[Any]) -> None:
         _C.lion_(workers, updates, by_products=False)
+
+    _keep = _C.KeptLion

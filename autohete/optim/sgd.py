@@ -108,3 +108,5 @@ class CPUSGD(CPUOptimizer):
 
     def _call(self, workers: _C.Workers, updates: list[Any]) -> None:
         _C.sgd_(workers, updates, by_products=False)
+
+    _keep = _C.KeptSgd

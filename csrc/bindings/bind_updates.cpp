@@ -1,227 +1,19 @@
-// Updates of tensors by the kernels. Everything a caller can get wrong is checked here, once.
-#include <ATen/core/Tensor.h>
+// Updates of tensors by the kernels, as Python calls them.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <optional>
 #include <string>
-#include <tuple>
-#include <utility>
 #include <vector>
 
 #include "csrc/base/check.h"
-#include "csrc/bindings/tensor_argument.h"
+#include "csrc/bindings/kept_updates.h"
+#include "csrc/bindings/span_reader.h"
 #include "csrc/kernels/kernels.h"
 #include "csrc/runtime/workers.h"
 
 namespace autohete {
 namespace {
-
-// The update's step number: a number, or a 0-dim tensor that will hold it.
-double next_step(const char* where, py::handle step, std::vector<at::Tensor>& counters) {
-  if (!THPVariable_Check(step.ptr())) return step.cast<double>();
-  const Argument argument = unpack(where, "step", step);
-  const at::Tensor& tensor = argument.tensor;
-  if (tensor.numel() != 1) argument.refuse(tensor.sizes(), "one number");
-  const auto dtype = tensor.scalar_type();
-  if (dtype != at::kFloat && dtype != at::kDouble && dtype != at::kLong)
-    argument.refuse(dtype, "float32, float64 or int64");
-  counters.push_back(tensor);
-  const void* value = tensor.const_data_ptr();  // item() would go through the dispatcher
-  if (dtype == at::kFloat) return *static_cast<const float*>(value) + 1.0;
-  if (dtype == at::kDouble) return *static_cast<const double*>(value) + 1.0;
-  return static_cast<double>(*static_cast<const std::int64_t*>(value)) + 1.0;
-}
-
-// From 2^24 on a float32 cannot count any further; the same tensor goes on in float64.
-void count(at::Tensor& counter) {
-  if (counter.scalar_type() == at::kFloat) {
-    float* value = counter.mutable_data_ptr<float>();
-    if (*value < 16777216.0f) {
-      *value += 1;
-      return bump(counter);
-    }
-    counter.set_data(counter.to(at::kDouble));
-  }
-  if (counter.scalar_type() == at::kLong) {
-    *counter.mutable_data_ptr<std::int64_t>() += 1;
-  } else {
-    *counter.mutable_data_ptr<double>() += 1;
-  }
-  bump(counter);
-}
-
-// What one call has to remember besides its spans.
-struct CallTensors {
-  const char* where;
-  std::vector<at::Tensor> written{};
-  std::vector<at::Tensor> counters{};
-  std::vector<Range> params{};
-
-  void require_params_disjoint() {
-    std::sort(params.begin(), params.end(),
-              [](const Range& a, const Range& b) { return a.begin < b.begin; });
-    for (std::size_t i = 1; i < params.size(); ++i) {
-      require(params[i - 1].end <= params[i].begin || params[i].begin == params[i].end, where,
-              ": param overlaps the param of another update, expected separate memory");
-    }
-  }
-
-  void finish() {
-    for (at::Tensor& counter : counters) count(counter);
-    for (const at::Tensor& tensor : written) bump(tensor);
-  }
-};
-
-// Fills in one span from its tensors. `out` is None or a tuple: where the new values of the
-// parameter, the states and the half copy go, None for in place.
-class SpanReader {
- public:
-  SpanReader(CallTensors& call, UpdateSpan& span, py::handle out)
-      : call_(call), span_(span), out_(out) {}
-
-  void read_grad_and_param(py::handle grad_object, py::handle param_object) {
-    const Argument grad = unpack(call_.where, "grad", grad_object);
-    param_ = unpack(call_.where, "param", param_object);
-    span_.numel = param_.tensor.numel();
-    span_.grad_dtype = dtype_of(grad);
-    span_.grad = grad.tensor.const_data_ptr();
-    ranges_.push_back(range_of(grad));
-    require_same_layout(param_, param_);
-    require_same_layout(grad, param_);
-    span_.param_in = fp32(param_);
-    const Argument to = destination(param_);
-    span_.param_out = mutable_fp32(to);
-    call_.params.push_back(range_of(to));
-  }
-
-  void read_state(const char* name, py::handle object, const void*& in, void*& out) {
-    const Argument state = unpack(call_.where, name, object);
-    require_same_layout(state, param_);
-    const DType dtype = dtype_of(state);
-    if (dtype == DType::kFloat16) state.refuse("float16", "float32 or bfloat16");
-    if (states_++ == 0) span_.state_dtype = dtype;
-    if (dtype != span_.state_dtype) {
-      state.refuse(state.tensor.scalar_type(), span_.state_dtype == DType::kFloat32
-                                                   ? "float32, as the first state is"
-                                                   : "bfloat16, as the first state is");
-    }
-    in = state.tensor.const_data_ptr();
-    out = destination(state).tensor.mutable_data_ptr();
-  }
-
-  // A state that this update does without still has its place in `out`.
-  void skip_state() { ++place_; }
-
-  void read_half(py::handle object) {
-    if (object.is_none()) return;
-    const Argument half = unpack(call_.where, "half", object);
-    span_.half_dtype = dtype_of(half);
-    if (span_.half_dtype == DType::kFloat32) half.refuse("float32", "bfloat16 or float16");
-    require_same_layout(half, param_);
-    span_.half_in = half.tensor.const_data_ptr();
-    span_.half_out = destination(half).tensor.mutable_data_ptr();
-  }
-
-  // `random` is (seed, items of the tensor before this one); bf16 states need it.
-  void read_random(py::handle random) {
-    if (!random.is_none()) {
-      std::tie(span_.seed, span_.offset) = random.cast<std::pair<std::uint64_t, std::uint64_t>>();
-    }
-    require(!random.is_none() || states_ == 0 || span_.state_dtype == DType::kFloat32, call_.where,
-            ": random is None with bfloat16 states, expected (seed, offset)");
-  }
-
-  void finish() const {
-    for (std::size_t i = 0; i < ranges_.size(); ++i) {
-      for (std::size_t j = 0; j < i; ++j) require_disjoint(call_.where, ranges_[i], ranges_[j]);
-    }
-  }
-
- private:
-  // Where the new value of `old` goes: the next place of `out`, or where the old one is.
-  Argument destination(const Argument& old) {
-    ranges_.push_back(range_of(old));
-    const std::size_t place = place_++;
-    Argument to = old;
-    if (!out_.is_none()) {
-      const auto tensors = py::reinterpret_borrow<py::tuple>(out_);
-      if (place < tensors.size() && !tensors[place].is_none()) {
-        to = unpack(call_.where, old.name, tensors[place]);
-        require_same_layout(to, param_);
-        if (to.tensor.scalar_type() != old.tensor.scalar_type())
-          to.refuse(to.tensor.scalar_type(), "the dtype of the old values");
-        ranges_.push_back(range_of(to));
-      }
-    }
-    call_.written.push_back(to.tensor);
-    return to;
-  }
-
-  CallTensors& call_;
-  UpdateSpan& span_;
-  const py::handle out_;
-  Argument param_{};
-  std::vector<Range> ranges_{};
-  std::size_t place_ = 0, states_ = 0;
-};
-
-py::object item_or_none(const py::tuple& update, std::size_t i) {
-  return i < update.size() ? py::object(update[i]) : py::none();
-}
-
-// (hyper, step, grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq, half[, random])
-void read(CallTensors& call, const py::tuple& update, py::handle out, AdamSpan& span) {
-  require(update.size() == 8 || update.size() == 9, call.where, ": an update has ", update.size(),
-          " items, expected 8 or 9");
-  SpanReader reader(call, span, out);
-  span.hyper = update[0].cast<const AdamHyper&>();
-  span.step = next_step(call.where, update[1], call.counters);
-  reader.read_grad_and_param(update[2], update[3]);
-  reader.read_state("exp_avg", update[4], span.exp_avg_in, span.exp_avg_out);
-  reader.read_state("exp_avg_sq", update[5], span.exp_avg_sq_in, span.exp_avg_sq_out);
-  if (span.hyper.amsgrad) {
-    reader.read_state("max_exp_avg_sq", update[6], span.max_exp_avg_sq_in, span.max_exp_avg_sq_out);
-  } else {
-    reader.skip_state();
-  }
-  reader.read_half(update[7]);
-  reader.read_random(item_or_none(update, 8));
-  reader.finish();
-}
-
-// (hyper, first, grad, param, momentum_buffer or None, half[, random])
-void read(CallTensors& call, const py::tuple& update, py::handle out, SgdSpan& span) {
-  require(update.size() == 6 || update.size() == 7, call.where, ": an update has ", update.size(),
-          " items, expected 6 or 7");
-  SpanReader reader(call, span, out);
-  span.hyper = update[0].cast<const SgdHyper&>();
-  span.first = update[1].cast<bool>();
-  reader.read_grad_and_param(update[2], update[3]);
-  if (span.hyper.momentum != 0) {
-    reader.read_state("momentum_buffer", update[4], span.momentum_in, span.momentum_out);
-  } else {
-    reader.skip_state();
-  }
-  reader.read_half(update[5]);
-  reader.read_random(item_or_none(update, 6));
-  reader.finish();
-}
-
-// (hyper, step, grad, param, exp_avg, half[, random])
-void read(CallTensors& call, const py::tuple& update, py::handle out, LionSpan& span) {
-  require(update.size() == 6 || update.size() == 7, call.where, ": an update has ", update.size(),
-          " items, expected 6 or 7");
-  SpanReader reader(call, span, out);
-  span.hyper = update[0].cast<const LionHyper&>();
-  span.step = next_step(call.where, update[1], call.counters);
-  reader.read_grad_and_param(update[2], update[3]);
-  reader.read_state("exp_avg", update[4], span.exp_avg_in, span.exp_avg_out);
-  reader.read_half(update[5]);
-  reader.read_random(item_or_none(update, 6));
-  reader.finish();
-}
 
 template <typename Span, typename Update>
 UpdateStats run(const char* where, Update update, Workers& workers, const py::list& updates,
@@ -304,6 +96,35 @@ void bind_other_hypers(py::module_& module) {
            py::arg("weight_decay") = 0.0, py::arg("maximize") = false, py::arg("grad_scale") = 1.0);
 }
 
+// The updates of one optimizer under a name of their own. Python's collector sees through it: a
+// parameter's hook may hold the optimizer.
+template <typename Span>
+void bind_kept(py::module_& module, const char* name, const char* where,
+               typename KeptUpdates<Span>::Update update) {
+  using Kept = KeptUpdates<Span>;
+  const auto collected = py::custom_type_setup([](PyHeapTypeObject* heap_type) {
+    PyTypeObject* type = &heap_type->ht_type;
+    type->tp_flags |= Py_TPFLAGS_HAVE_GC;
+    type->tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
+      Py_VISIT(Py_TYPE(self));
+      if (!py::detail::is_holder_constructed(self)) return 0;
+      return py::cast<Kept*>(py::handle(self))->visit([&](const py::object& object) {
+        return object ? visit(object.ptr(), arg) : 0;
+      });
+    };
+  });
+  py::class_<Kept>(module, name, collected, "An optimizer's updates, read once.")
+      .def(py::init([where, update](const py::list& params, std::vector<int> groups,
+                                    const py::list& updates, const py::dict& state) {
+             return new Kept(where, update, params, std::move(groups), updates, state);
+           }),
+           py::arg("params"), py::arg("groups"), py::arg("updates"), py::arg("state"))
+      .def("run", &Kept::run, py::arg("workers"), py::arg("params"), py::arg("hypers"),
+           py::arg("state"),
+           "Make them with the present gradients and one hyper a group. False: something is not as "
+           "it was, and nothing has been written.");
+}
+
 }  // namespace
 
 void bind_updates(py::module_& module) {
@@ -325,6 +146,9 @@ void bind_updates(py::module_& module) {
   def("lion_", &lion_,
       "Apply updates, each (hyper, step, grad, param, exp_avg, half or None[, random]), as adamw_ "
       "does.");
+  bind_kept<AdamSpan>(module, "KeptAdamW", "adamw_", adamw);
+  bind_kept<SgdSpan>(module, "KeptSgd", "sgd_", sgd);
+  bind_kept<LionSpan>(module, "KeptLion", "lion_", lion);
 }
 
 }  // namespace autohete

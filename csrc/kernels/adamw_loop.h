@@ -82,6 +82,10 @@ struct AdamRule {
   static constexpr std::size_t kStates = 3;
   using Block = UpdateBlock<kStates>;
 
+  static bool same_coefficients(const Span& a, const Span& b) {
+    return a.hyper == b.hyper && a.step == b.step;
+  }
+
   static AH_INLINE std::array<StateStream, kStates> states(const AdamSpan& span) {
     const bool amsgrad = span.hyper.amsgrad;
     return {{{span.exp_avg_in, span.exp_avg_out},

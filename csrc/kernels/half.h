@@ -17,12 +17,13 @@ struct Bf16 {
   static AH_INLINE float widen(std::uint16_t bits) {
     return __builtin_bit_cast(float, static_cast<std::uint32_t>(bits) << 16);
   }
-  static AH_INLINE std::uint16_t narrow(float value) {
+  // The 16 bits of `value` rounded, in the low half.
+  static AH_INLINE std::uint32_t round(float value) {
     const auto bits = __builtin_bit_cast(std::uint32_t, value);
     const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     const std::uint32_t nan = 0x7fc0u | ((bits >> 16) & 0x8000u);
     const bool is_nan = static_cast<std::int32_t>(bits & 0x7fffffffu) > kInfinityBits;
-    return static_cast<std::uint16_t>(is_nan ? nan : rounded);
+    return is_nan ? nan : rounded;
   }
 };
 
@@ -35,7 +36,7 @@ struct Fp16 {
     const std::uint32_t top = (bits & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;  // inf and NaN
     return __builtin_bit_cast(float, magnitude | top | (bits & 0x8000u) << 16);
   }
-  static AH_INLINE std::uint16_t narrow(float value) {
+  static AH_INLINE std::uint32_t round(float value) {
     const auto all = __builtin_bit_cast(std::uint32_t, value);
     const auto bits = static_cast<std::int32_t>(all & 0x7fffffffu);
     // Normal: rebias the exponent (15 for 127), then round the 13 bits that go. A carry runs into
@@ -47,7 +48,7 @@ struct Fp16 {
     std::int32_t result = bits < (113 << 23) ? subnormal : normal;
     result = bits >= (143 << 23) ? 0x7c00 : result;
     result = bits > kInfinityBits ? 0x7e00 : result;
-    return static_cast<std::uint16_t>(result | static_cast<std::int32_t>((all >> 16) & 0x8000u));
+    return static_cast<std::uint32_t>(result) | ((all >> 16) & 0x8000u);
   }
 };
 
@@ -60,7 +61,7 @@ AH_INLINE void widen_loop(const std::uint16_t* in, float* out, std::size_t n) {
 template <typename Half>
 AH_INLINE void narrow_loop(const float* in, std::uint16_t* out, std::size_t n) {
   AH_INDEPENDENT
-  for (std::size_t i = 0; i < n; ++i) out[i] = Half::narrow(in[i]);
+  for (std::size_t i = 0; i < n; ++i) out[i] = static_cast<std::uint16_t>(Half::round(in[i]));
 }
 
 // The values at `in` + `offset` as fp32: the memory itself, or widened into `scratch`.

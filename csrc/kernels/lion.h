@@ -12,6 +12,7 @@ struct LionHyper {
   double lr, beta1, beta2, weight_decay;  // decoupled
   bool maximize = false;
   double grad_scale = 1.0;  // the gradient is multiplied by this before use
+  bool operator==(const LionHyper&) const = default;
 };
 
 struct LionSpan : UpdateSpan {

@@ -37,6 +37,8 @@ struct LionRule {
   static constexpr std::size_t kStates = 1;
   using Block = UpdateBlock<kStates>;
 
+  static bool same_coefficients(const Span& a, const Span& b) { return a.hyper == b.hyper; }
+
   static AH_INLINE std::array<StateStream, kStates> states(const LionSpan& span) {
     return {{{span.exp_avg_in, span.exp_avg_out}}};
   }

@@ -10,6 +10,7 @@ struct SgdHyper {
   bool nesterov = false;
   bool maximize = false;
   double grad_scale = 1.0;  // the gradient is multiplied by this before use
+  bool operator==(const SgdHyper&) const = default;
 };
 
 struct SgdSpan : UpdateSpan {

@@ -48,6 +48,10 @@ struct SgdRule {
   static constexpr std::size_t kStates = 1;
   using Block = UpdateBlock<kStates>;
 
+  static bool same_coefficients(const Span& a, const Span& b) {
+    return a.hyper == b.hyper && a.first == b.first;
+  }
+
   static AH_INLINE std::array<StateStream, kStates> states(const SgdSpan& span) {
     const bool momentum = span.hyper.momentum != 0;
     return {{{momentum ? span.momentum_in : nullptr, span.momentum_out}}};

@@ -77,7 +77,11 @@ UpdateStats run_update(const char* where, const typename Rule::Span* spans, std:
   coefficients.reserve(num_spans);
   for (std::size_t s = 0; s < num_spans; ++s) {
     check(spans[s]);
-    coefficients.emplace_back(spans[s]);
+    if (s > 0 && Rule::same_coefficients(spans[s - 1], spans[s])) {
+      coefficients.push_back(coefficients.back());
+    } else {
+      coefficients.emplace_back(spans[s]);
+    }
   }
   auto tiles = cut<Rule>(spans, coefficients, level, by_products);
   const auto run = table.at(level);
