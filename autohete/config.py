@@ -33,9 +33,13 @@ class Config:
     gradient_accumulation_steps: int = 1
     max_grad_norm: float | None = None
     """Clip the total norm in step(), as `torch.nn.utils.clip_grad_norm_` would before it."""
-    early_updates: bool = True
+    early_updates: bool | str = True
     """Update units while backward goes on, beside their present state (a second copy of it on the
-    host, where cpu_mem has room), once the loop's habit is known; False waits for step()."""
+    host, where cpu_mem has room), once the loop's habit is known; False waits for step().
+    "in_place" needs no second copy: it is your promise that step() follows directly, after every
+    `gradient_accumulation_steps` backward passes, with nothing changed in between (no clipping, no
+    scaler, no step left out). A promise that is not kept raises RuntimeError, and the values of
+    that step are lost."""
     num_workers: int | None = None
     layers: Layers = None
     """What counts as a unit; see autohete.units.find_units."""
@@ -61,6 +65,16 @@ class Config:
             raise ValueError(
                 f"plan is {self.plan!r}, expected a Plan or the path of a profile file"
             )
+        if self.early_updates not in (True, False, "in_place"):
+            raise ValueError(
+                f'early_updates is {self.early_updates!r}, expected True, False or "in_place"'
+            )
+        if self.early_updates == "in_place" and self.max_grad_norm is not None:
+            raise ValueError(
+                f'early_updates is "in_place" with max_grad_norm={self.max_grad_norm}, expected no '
+                "clipping: the norm is known only when every gradient is there; use "
+                "early_updates=True"
+            )
         for name, low in (("gradient_accumulation_steps", 1), ("window", 1), ("chunk_bytes", 4096)):
             value = getattr(self, name)
             if not isinstance(value, int) or value < low:
@@ -73,7 +87,7 @@ class Config:
 
     def updates_early(self) -> bool:
         """Whether updates may run ahead of step(): wanted, and part of the strategy."""
-        return self.early_updates and self.strategy in ("autohete", "stronghold")
+        return bool(self.early_updates) and self.strategy in ("autohete", "stronghold")
 
     def budget_for(self, device: torch.device) -> int:
         """Return gpu_mem, measured when it was left out.

@@ -30,10 +30,12 @@ class EarlyUpdates:
     def __init__(self, run: Run, enabled: bool) -> None:
         self._run = run
         self._enabled = enabled and run.bridge.native
+        self._in_place = run.config.early_updates == "in_place"  # the habit is promised
         self._units_ready: int | None = None  # None: room was not asked for yet
         self._backwards = 0  # since the last step
         self._last_count = 0  # before the last step
-        self._habit = 0  # backward passes before a step; 0: not known
+        # Backward passes before a step; 0: not known.
+        self._habit = run.config.gradient_accumulation_steps if self._in_place else 0
         self._clips = False  # the last step's gradients were asked for their norms
         self._asked = False  # this step's were
         self._grad_scale = 1.0  # of the last step: what a scaler handed over
@@ -41,6 +43,9 @@ class EarlyUpdates:
         self._misses = 0
         self._resume_at = 0
         self._told = False
+        num_units = len(run.units)
+        self._uses = [0] * num_units  # calls in forward since the last backward
+        self._visits_left = [0] * num_units  # of the present backward
 
     # ---------------------------------------------------------------- what the loop does
 
@@ -52,15 +57,33 @@ class EarlyUpdates:
         """The outermost backward has begun and no gradient has changed yet."""
         run = self._run
         run.engine.withdraw_ahead()
+        self._visits_left, self._uses = self._uses, [0] * len(self._uses)
         self._backwards += 1
         if not self._enabled or self._backwards != self._habit:
             return
         if run.bridge.groups_changed():  # their numbers are those of the last step
             return
+        if self._in_place:
+            hypers = run.bridge.hypers()
+            run.engine.expect_step(hypers, update=True, measure=False, in_place=True)
+            return
         update = run.num_steps >= self._resume_at and self._reserve()
         if update or self._clips:
             hypers = run.bridge.hypers(self._grad_scale)
             run.engine.expect_step(hypers, update=update, measure=self._clips)
+
+    def used(self, index: int) -> None:
+        """A unit was called in a forward that backward will follow."""
+        self._uses[index] += 1
+
+    def visited(self, index: int) -> bool:
+        """Backward is through with a call of the unit; returns whether that was the last one.
+
+        A unit that is called several times (tied weights make one unit of two modules) gets
+        gradients until then. What was not counted has its last gradient when backward ends.
+        """
+        self._visits_left[index] -= 1
+        return self._visits_left[index] == 0
 
     def step_taken(self, grad_scale: float) -> None:
         """Learn from a step: how many updates had been done ahead of it, and how many in vain."""
@@ -68,6 +91,9 @@ class EarlyUpdates:
         ahead = counters["updates_ahead"] - self._counted[0]
         in_vain = counters["withdrawn"] + counters["updates_redone"] - self._counted[1]
         self._counted = (self._counted[0] + ahead, self._counted[1] + in_vain)
+        if self._in_place:
+            self._backwards = 0
+            return
         if self._backwards == self._last_count:
             self._habit = self._backwards
         elif self._backwards != self._habit:

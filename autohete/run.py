@@ -327,8 +327,10 @@ class Run:
         if self.plans.is_managed(index):
             direction = _C.Direction.FORWARD if tracked else _C.Direction.FORWARD_ONLY
             self._acquire(index, _C.Direction.BACKWARD if backward else direction)
-        if tracked and not backward and (meter := self.plans.measuring()):
-            meter.forward_begins(index)
+        if tracked and not backward:
+            self.early.used(index)
+            if meter := self.plans.measuring():
+                meter.forward_begins(index)
         if self.trace:
             self.trace.begins(index, "recompute" if backward else "forward")
 
@@ -387,7 +389,7 @@ class Run:
         if self.plans.is_managed(call.unit):
             self._release(call.unit)
             if self._users[call.unit] == 0:
-                self.engine.send_gradients(call.unit)
+                self.engine.send_gradients(call.unit, self.early.visited(call.unit))
                 self._guards[call.unit].wear_gradients(self.units[call.unit].parameters)
 
     def end_backward(self) -> None:

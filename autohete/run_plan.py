@@ -125,7 +125,7 @@ class RunPlan:
 
     def _make_plan(self, profile: _C.Profile) -> Plan:
         def made(gated: bool) -> Plan:
-            profile.speculates = not gated
+            profile.speculates = not gated and self._config.early_updates != "in_place"
             return make_plan(
                 profile,
                 self._side.plannable(),

@@ -219,10 +219,9 @@ void bind_engine(py::module_& module) {
       .def("bytes_reserved_ahead", &TorchEngine::bytes_reserved_ahead)
       .def(
           "expect_step",
-          [](TorchEngine& self, std::vector<AdamHyper> hypers, bool update, bool measure) {
-            self.expect_step({std::move(hypers), update, measure});
-          },
-          py::arg("hypers"), py::arg("update"), py::arg("measure"))
+          [](TorchEngine& self, std::vector<AdamHyper> hypers, bool update, bool measure,
+             bool in_place) { self.expect_step({std::move(hypers), update, measure, in_place}); },
+          py::arg("hypers"), py::arg("update"), py::arg("measure"), py::arg("in_place") = false)
       .def("withdraw_ahead", &TorchEngine::withdraw_ahead)
       .def("gradient_norm", &TorchEngine::gradient_norm)
       .def("scale_gradient", &TorchEngine::scale_gradient)

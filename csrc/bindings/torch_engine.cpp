@@ -152,8 +152,10 @@ AheadWork TorchEngine::offer(int index) {
   if ((!expectation_.update && !expectation_.measure) || unit.has_replaced()) return work;
   if (unit.plan().optimizer_state != Tier::kHost) return work;
   if (expectation_.update && !unit.has_aliases())
-    offer.spans = unit.spans_ahead(expectation_.hypers);
+    offer.spans = expectation_.in_place ? unit.spans_ahead_in_place(expectation_.hypers)
+                                        : unit.spans_ahead(expectation_.hypers);
   if (!offer.spans.empty()) {
+    offer.in_place = expectation_.in_place;
     if (touched_[index]) unit.take_edits(copier());
     touched_[index] = false;
     work.num_parameters = count_parameters(offer.spans);
@@ -177,10 +179,29 @@ AheadWork TorchEngine::offer(int index) {
 }
 
 void TorchEngine::withdraw(int index) {
-  if (!std::exchange(offers_.at(index).open, false)) return;
-  offers_[index] = {};
-  NoGil no_gil;
-  engine_.withdraw(index);
+  const Offer offer = std::exchange(offers_.at(index), {});
+  if (!offer.open) return;
+  bool started = false;
+  {
+    NoGil no_gil;
+    started = engine_.withdraw(index);
+  }
+  if (started && offer.in_place && broken_promise_.empty()) {
+    broken_promise_ = broken_promise(index, "parameters, state or gradients were used or changed");
+  }
+}
+
+std::string TorchEngine::broken_promise(int index, const char* how) const {
+  return concat(
+      "early_updates: it is \"in_place\", and ", how, " between backward() and step() when unit ",
+      units_[index]->name(),
+      " had been updated already, expected step() to follow the last of the ",
+      "gradient_accumulation_steps backward passes directly; values of this step are lost: load a "
+      "checkpoint, and wrap with early_updates=True, which allows anything there");
+}
+
+void TorchEngine::require_promise_kept() const {
+  if (!broken_promise_.empty()) throw std::runtime_error(broken_promise_);
 }
 
 void TorchEngine::withdraw_ahead() {
@@ -221,11 +242,16 @@ bool TorchEngine::scale_gradient(int index, int i, float factor) {
 // At step(): what ran ahead holds when it did this very work on what is there now. Where somebody
 // may have written to the gradients, their content tells, on the CPU lane.
 bool TorchEngine::commit_ahead(int index, const std::vector<AdamSpan>& spans) {
-  Offer offer = std::exchange(offers_[index], {});
+  const Offer offer = std::exchange(offers_[index], {});
   TorchUnit& unit = *units_[index];
   if (!offer.open) return false;
   const bool suspect = gradients_touched_[index] || !unit.offered_unchanged();
-  const bool readable = !suspect || handle_.torch_device.is_cpu();  // CUDA kernels may be pending
+  if (suspect && offer.in_place) {
+    NoGil no_gil;  // there is no other way than to look
+    handle_.device->synchronize(handle_.device->record(kComputeStream));
+  }
+  // CUDA kernels may be pending.
+  const bool readable = !suspect || offer.in_place || handle_.torch_device.is_cpu();
   const bool same = !spans.empty() && readable && !unit.has_aliases() && unit.offered_there() &&
                     std::equal(spans.begin(), spans.end(), offer.spans.begin(), offer.spans.end(),
                                [](const AdamSpan& a, const AdamSpan& b) {
@@ -234,16 +260,21 @@ bool TorchEngine::commit_ahead(int index, const std::vector<AdamSpan>& spans) {
                                         a.exp_avg_in == b.exp_avg_in && a.step == b.step &&
                                         a.hyper == b.hyper;
                                });
-  bool kept = false;
+  bool kept = false, started = false;
   {
     NoGil no_gil;
     kept = same && engine_.keep_ahead(index);
-    if (!kept) engine_.withdraw(index);
+    if (!kept) started = engine_.withdraw(index);
+  }
+  if (started && offer.in_place) {
+    broken_promise_ = broken_promise(index, "gradients, learning rates or other numbers changed");
+    require_promise_kept();
   }
   if (!kept) return false;
-  unit.swap_spare();
-  auto again = [this, spans = std::move(offer.spans), hash = offer.hash, suspect] {
-    if (suspect && hash_of_gradients(spans) == *hash) return;
+  if (!offer.in_place) unit.swap_spare();
+  auto again = [this, index, offer, suspect, spans = offer.spans] {
+    if (suspect && hash_of_gradients(spans) == *offer.hash) return;
+    if (offer.in_place) throw std::runtime_error(broken_promise(index, "gradients changed"));
     ++updates_redone_;
     update_now(spans);
   };
@@ -278,6 +309,8 @@ void TorchEngine::use_current_stream() {
 void TorchEngine::point(int unit, const BlockPtr& block) { units_[unit]->point_parameters(block); }
 
 void TorchEngine::acquire(int index, Direction direction) {
+  if (offers_.at(index).in_place) withdraw(index);
+  require_promise_kept();
   use_current_stream();
   land(/*all=*/false);
   TorchUnit& unit = *units_.at(index);
@@ -310,14 +343,14 @@ void TorchEngine::release(int index) {
   point(index, block);
 }
 
-void TorchEngine::send(int index) {
+void TorchEngine::send(int index, bool final) {
   TorchUnit& unit = *units_[index];
   if (unit.plan().gradients != Tier::kHost || !unit.has_unsent_gradients()) return;
   if (unit.gradients_leaving()) settle_leaving(index);
   withdraw(index);
   std::vector<CopySegment> segments = unit.collect_gradients();
   if (!unit.gradients_leaving()) return;
-  AheadWork ahead = offer(index);
+  AheadWork ahead = final ? offer(index) : AheadWork();
   NoGil no_gil;
   engine_.send_gradients(index, std::move(segments), std::move(ahead));
 }
@@ -334,10 +367,10 @@ void TorchEngine::offer_landed(int index) {
   engine_.send_gradients(index, {}, std::move(ahead));
 }
 
-void TorchEngine::send_gradients(int index) {
+void TorchEngine::send_gradients(int index, bool final) {
   use_current_stream();
-  send(index);
-  offer_landed(index);
+  send(index, final);
+  if (final) offer_landed(index);
   {
     NoGil no_gil;
     engine_.wait_gradients_below(kMaxUnitsLeaving + 1);
@@ -349,7 +382,7 @@ void TorchEngine::finish_backward() {
   use_current_stream();
   for (int i = num_units() - 1; i >= 0; --i) {
     while (users_[i] > 0) release(i);
-    send(i);
+    send(i, /*final=*/true);
     offer_landed(i);
     land(/*all=*/false);
   }
@@ -362,7 +395,7 @@ void TorchEngine::land(bool all) {
     if (all) {
       settle_leaving(i);
     } else if (engine_.gradients_landed(i)) {
-      if (units_[i]->land_gradients()) send(i);
+      if (units_[i]->land_gradients()) send(i, /*final=*/false);
     }
   }
 }
@@ -406,6 +439,7 @@ void TorchEngine::settle(int index, bool adopt) {
   units_[index]->apply_gradient_factors();
   gradients_touched_[index] = true;
   touched_[index] = true;
+  if (adopt) require_promise_kept();
   if (users_[index] > 0) return;
   if (adopt) units_[index]->adopt_replaced();
   point(index, block);
@@ -461,6 +495,7 @@ void TorchEngine::set_group(int unit, int index, int group) {
 // On CUDA kernels of the user's may still be reading or writing a touched unit's host memory, so
 // its update starts after them: they are in front of this event.
 void TorchEngine::commit(const std::vector<AdamHyper>& hypers) {
+  require_promise_kept();
   use_current_stream();
   // Exchanged gradients go one unit at a time: what one sends may be what another one lands.
   const bool exchanged = std::any_of(units_.begin(), units_.end(),
@@ -482,7 +517,7 @@ void TorchEngine::commit(const std::vector<AdamHyper>& hypers) {
       unit.take_edits(copier());
       touched_[i] = false;
     }
-    send(i);
+    send(i, /*final=*/false);
     if (exchanged) settle_leaving(i);
     std::vector<AdamSpan> spans = unit.make_spans(hypers);
     const bool ahead = commit_ahead(i, spans);

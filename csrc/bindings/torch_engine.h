@@ -52,9 +52,10 @@ class TorchEngine {
   // --- forward and backward
   void acquire(int unit, Direction direction);
   void release(int unit);
-  // Backward is through with the unit: its gradients leave, if the plan says so. Waits when more
-  // than kMaxUnitsLeaving units' gradients are still on the device.
-  void send_gradients(int unit);
+  // Backward is through with the unit: its gradients leave, if the plan says so. `final`: no more
+  // of them are expected, so work ahead of step() may be offered. Waits when more than
+  // kMaxUnitsLeaving units' gradients are still on the device.
+  void send_gradients(int unit, bool final);
   // Every unit that is still acquired or has new gradients: released and sent.
   void finish_backward();
   void abandon();
@@ -66,6 +67,9 @@ class TorchEngine {
     std::vector<AdamHyper> hypers;
     bool update = false;
     bool measure = false;
+    // The user has promised that step() comes with these very gradients and numbers: updates write
+    // over the present state. What breaks the promise is an error from then on.
+    bool in_place = false;
   };
   // Makes room for it where the host's memory allows, the units of the end first: their gradients
   // land first, and no more than `max_bytes`. Returns how many units can be updated ahead.
@@ -116,11 +120,12 @@ class TorchEngine {
   void use_current_stream();
   void point(int unit, const BlockPtr& block);
   void land(bool all);
-  void send(int unit);
+  void send(int unit, bool final);
   void offer_landed(int unit);
   void settle_leaving(int unit);
   struct Offer {
-    bool open = false;  // made since the last step(), not withdrawn
+    bool open = false;      // made since the last step(), not withdrawn
+    bool in_place = false;  // cannot be taken back once it has started
     std::vector<AdamSpan> spans;
     std::shared_ptr<ContentHash> hash;  // of the gradients that the update ahead read
     std::shared_ptr<std::vector<at::Tensor>> norms;
@@ -128,6 +133,8 @@ class TorchEngine {
   AheadWork offer(int unit);
   void withdraw(int unit);
   bool commit_ahead(int unit, const std::vector<AdamSpan>& spans);
+  std::string broken_promise(int unit, const char* how) const;
+  void require_promise_kept() const;
   void update_now(const std::vector<AdamSpan>& spans);
   ContentHash hash_of_gradients(const std::vector<AdamSpan>& spans);
   void update_on_device(const std::vector<AdamHyper>& hypers);
@@ -143,6 +150,7 @@ class TorchEngine {
   std::vector<bool> gradients_touched_;  // the user may have edited the gradients
   std::vector<Offer> offers_;            // by unit
   Expectation expectation_;
+  std::string broken_promise_;
   bool barrier_ = false;
   std::atomic<std::uint64_t> updates_redone_{0};
   Engine engine_;  // last: its lanes stop first

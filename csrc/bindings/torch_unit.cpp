@@ -480,15 +480,23 @@ std::size_t TorchUnit::spare_bytes() const {
   return spare_state_ ? spare_params_->bytes() + spare_state_->bytes() : 0;
 }
 
-std::vector<AdamSpan> TorchUnit::spans_ahead(const std::vector<AdamHyper>& hypers) {
-  if (!spare_state_ || plan_.optimizer_state != Tier::kHost) return {};
+std::vector<AdamSpan> TorchUnit::spans_ahead_in_place(const std::vector<AdamHyper>& hypers) {
+  if (plan_.optimizer_state != Tier::kHost) return {};
   std::vector<AdamSpan> spans;
   for (TorchParameter& parameter : parameters_) {
     const at::Tensor& value = parameter.value.tensor();
     if (parameter.group < 0 || !value.grad().defined() || !parameter.step.defined()) return {};
     if (value.numel() == 0) continue;
-    AdamSpan span = span_at_home(parameter, hypers);
-    span.step += 1;
+    spans.push_back(span_at_home(parameter, hypers));
+    spans.back().step += 1;
+  }
+  return spans;
+}
+
+std::vector<AdamSpan> TorchUnit::spans_ahead(const std::vector<AdamHyper>& hypers) {
+  if (!spare_state_) return {};
+  std::vector<AdamSpan> spans = spans_ahead_in_place(hypers);
+  for (AdamSpan& span : spans) {
     const auto in_spare = [&](void* at_home) -> void* {
       const auto* byte = static_cast<const std::byte*>(at_home);
       const bool state = byte >= state_->data() && byte < state_->data() + state_->bytes();
@@ -500,8 +508,7 @@ std::vector<AdamSpan> TorchUnit::spans_ahead(const std::vector<AdamHyper>& hyper
     span.exp_avg_out = in_spare(span.exp_avg_out);
     span.exp_avg_sq_out = in_spare(span.exp_avg_sq_out);
     if (amsgrad_) span.max_exp_avg_sq_out = in_spare(span.max_exp_avg_sq_out);
-    if (span.half_out) span.half_out = spare_params_->data() + parameter.value.offset();
-    spans.push_back(span);
+    if (span.half_out) span.half_out = in_spare(span.half_out);
   }
   return spans;
 }

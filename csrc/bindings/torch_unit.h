@@ -135,6 +135,8 @@ class TorchUnit {
   // The spans of the step to come, into the spare blocks; nothing is counted. Empty where there is
   // no spare, or some parameter of the unit is not updated: its bytes would have to be copied.
   std::vector<AdamSpan> spans_ahead(const std::vector<AdamHyper>& hypers);
+  // The same over the present state, for a caller who was promised that the step will come.
+  std::vector<AdamSpan> spans_ahead_in_place(const std::vector<AdamHyper>& hypers);
   // Somebody holds memory of the unit's parameters or state by other means than the tensors we
   // know, so the blocks must not change places.
   bool has_aliases() const;

@@ -404,21 +404,23 @@ bool Engine::wait_measured(int index) {
   return task.stage() == AheadTask::Stage::kDone;
 }
 
-void Engine::withdraw(int index) {
-  if (in_forked_child()) return;
+bool Engine::withdraw(int index) {
+  if (in_forked_child()) return false;
   Lock lock(mutex_);
-  withdraw(lock, units_.at(index));
+  return withdraw(lock, units_.at(index));
 }
 
 // With mutex_ held; lets it go while it waits.
-void Engine::withdraw(Lock& lock, Unit& unit) {
+bool Engine::withdraw(Lock& lock, Unit& unit) {
   changed_.wait(lock, [&] {
     return unit.measure.stage() != AheadTask::Stage::kRunning &&
            unit.ahead.stage() != AheadTask::Stage::kRunning;
   });
-  if (unit.ahead.started()) ++counters_.withdrawn;
+  const bool started = unit.ahead.started();
+  if (started) ++counters_.withdrawn;
   unit.measure.withdraw();
   unit.ahead.withdraw();
+  return started;
 }
 
 void Engine::rest_ahead(int index) {

@@ -123,7 +123,8 @@ class Engine {
   // Waits for the last send's `measure`. False where there is none any more.
   bool wait_measured(int unit);
   // Forgets the unit's work ahead; waits for what is running.
-  void withdraw(int unit);
+  // Returns whether an update had started: what it wrote is void.
+  bool withdraw(int unit);
   // Waits until no work ahead reads the unit's gradients; withdraws what has not started.
   void rest_ahead(int unit);
   // For commit(): true when the unit's `ahead.update` has run or is running; otherwise withdraws.
@@ -198,7 +199,7 @@ class Engine {
   void ready_to_commit(Lock& lock, int unit);
   void queue_ahead(int unit, AheadTask Unit::* task, std::uint64_t priority);
   void run_ahead(int unit, AheadTask Unit::* task, std::uint64_t ticket);
-  void withdraw(Lock& lock, Unit& unit);
+  bool withdraw(Lock& lock, Unit& unit);
   std::uint64_t rank(std::uint64_t priority) const {
     return options_.priority_order ? priority : 0;
   }

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from message_case import Case
-from models import make_gpt
+from models import batch, make_gpt
 from oracle import adamw, forced_plan, plain_loop
 from torch import nn
 
@@ -46,6 +46,24 @@ def wrapped_twice() -> Any:
         return wrap(model)
     finally:
         first.unwrap()
+
+
+def promise_broken() -> Any:
+    """Two losses where one backward was promised to be followed by step()."""
+    model = make_gpt()
+    optimizer = adamw(model)
+    wrapped = AutoHeteWrapper(
+        model, optimizer, gpu_mem="1GiB", plan=forced_plan(model, "all"), profile_path=None,
+        early_updates="in_place",
+    )  # fmt: skip
+    for step in range(3):
+        plain_loop(wrapped, optimizer, step)
+    try:
+        for step in range(2):
+            tokens, targets = batch(step)
+            wrapped(tokens, targets).backward()
+    finally:
+        wrapped.unwrap()
 
 
 def parts_of_two() -> Any:
@@ -277,6 +295,25 @@ CASES = {
     ),
     "a norm below nothing": Case(
         lambda f: wrap(max_grad_norm=-1.0), "-1.0", "a number above 0", "or None"
+    ),
+    "updates where nobody knows": Case(
+        lambda f: wrap(early_updates="always"),
+        "early_updates is 'always'",
+        'True, False or "in_place"',
+        'True, False or "in_place"',
+    ),
+    "clipping what is promised unchanged": Case(
+        lambda f: wrap(early_updates="in_place", max_grad_norm=1.0),
+        "with max_grad_norm=1.0",
+        "expected no clipping",
+        "use early_updates=True",
+    ),
+    "a promise that was not kept": Case(
+        lambda f: promise_broken(),
+        "were used or changed between backward() and step()",
+        "expected step() to follow",
+        "load a checkpoint, and wrap with early_updates=True",
+        RuntimeError,
     ),
     "a plan that is none": Case(
         lambda f: wrap(plan=5), "plan is 5", "a Plan or the path", "a Plan or the path"
