@@ -132,7 +132,8 @@ def test_a_gradient_taken_away_makes_no_difference_or_is_an_error():
     try:
         in_place(between(EDITS["one removed"]))
     except RuntimeError as error:
-        assert BROKEN in str(error)
+        if BROKEN not in str(error):
+            raise
 
 
 def train(model, optimizer, steps=4):
