@@ -48,6 +48,9 @@ class RunPlan:
         self.plan: Plan | None = None
         self.profile: _C.Profile | None = None
         self.placements: list[_C.UnitPlan] = []
+        # Of every unit, as plain booleans: hooks ask many times a step.
+        self._managed: list[bool] = []
+        self._recomputed: list[bool] = []
         self._meter: StepMeter | None = None
         self.tracing = False  # the user wants the timeline to go on
 
@@ -55,10 +58,10 @@ class RunPlan:
 
     def is_managed(self, index: int) -> bool:
         """Whether the engine moves anything of the unit."""
-        return self.placements[index].optimizer_state == Tier.HOST
+        return self._managed[index]
 
     def recomputes(self, index: int) -> bool:
-        return self.placements[index].activations == ActivationRule.RECOMPUTE
+        return self._recomputed[index]
 
     def measuring(self) -> StepMeter | None:
         """The meter, while the first step is being measured."""
@@ -159,6 +162,10 @@ class RunPlan:
         )
         self._side.check_host_memory()
         self.placements = list(plan.units)
+        self._managed = [unit.optimizer_state == Tier.HOST for unit in self.placements]
+        self._recomputed = [
+            unit.activations == ActivationRule.RECOMPUTE for unit in self.placements
+        ]
 
     def _safest(self) -> Plan:
         plan = Plan()

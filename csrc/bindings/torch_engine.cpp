@@ -350,6 +350,7 @@ void TorchEngine::send(int index, bool final) {
   withdraw(index);
   std::vector<CopySegment> segments = unit.collect_gradients();
   if (!unit.gradients_leaving()) return;
+  leaving_.push_back(index);
   AheadWork ahead = final ? offer(index) : AheadWork();
   NoGil no_gil;
   engine_.send_gradients(index, std::move(segments), std::move(ahead));
@@ -390,12 +391,15 @@ void TorchEngine::finish_backward() {
 
 // Gradients whose copies are over point at the host from here on.
 void TorchEngine::land(bool all) {
-  for (int i = 0; i < num_units(); ++i) {
-    if (!units_[i]->gradients_leaving()) continue;
+  for (const int index : std::exchange(leaving_, {})) {
+    TorchUnit& unit = *units_[index];
+    if (!unit.gradients_leaving()) continue;
     if (all) {
-      settle_leaving(i);
-    } else if (engine_.gradients_landed(i)) {
-      if (units_[i]->land_gradients()) send(i, /*final=*/false);
+      settle_leaving(index);
+    } else if (!engine_.gradients_landed(index)) {
+      leaving_.push_back(index);
+    } else if (unit.land_gradients()) {
+      send(index, /*final=*/false);
     }
   }
 }

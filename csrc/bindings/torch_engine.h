@@ -149,6 +149,7 @@ class TorchEngine {
   std::vector<bool> touched_;            // the user may have edited the parameters
   std::vector<bool> gradients_touched_;  // the user may have edited the gradients
   std::vector<Offer> offers_;            // by unit
+  std::vector<int> leaving_;             // units whose gradients were sent; some have landed
   Expectation expectation_;
   std::string broken_promise_;
   bool barrier_ = false;

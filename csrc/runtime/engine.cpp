@@ -33,6 +33,7 @@ void Engine::configure(std::vector<UnitBlocks> units, EngineOptions options) {
   options_ = options;
   slots_.clear();
   units_.clear();
+  num_leaving_ = 0;
   std::size_t slot_bytes = 0;
   int offloaded_units = 0;
   for (UnitBlocks& blocks : units) {
@@ -106,6 +107,12 @@ void Engine::wait(Lock& lock, double EngineCounters::* cause, int unit, Predicat
   timeline_.add({Lane::kCompute, unit, "wait", start, end, 0});
 }
 
+void Engine::advance(Unit& unit, UnitEvent event) {
+  num_leaving_ -= unit.state.progress == Progress::kLeaving ? 1 : 0;
+  autohete::advance(unit.state, event);
+  num_leaving_ += unit.state.progress == Progress::kLeaving ? 1 : 0;
+}
+
 BlockPtr Engine::acquire(int index, Direction direction) {
   if (in_forked_child()) return newest_block(units_.at(index));
   Lock lock(mutex_);
@@ -148,7 +155,7 @@ BlockPtr Engine::acquire(int index, Direction direction) {
   wait(lock, &EngineCounters::wait_upload_seconds, index,
        [&] { return unit.state.residency == Residency::kResident; });
   rethrow(lock);
-  advance(unit.state, UnitEvent::kAcquired);
+  advance(unit, UnitEvent::kAcquired);
   unit.users = 1;
   return device_block(unit);
 }
@@ -162,7 +169,7 @@ BlockPtr Engine::release(int index, bool edited) {
   if (unit.state.residency != Residency::kComputing) return newest_block(unit);  // a slot miss
   const Event last_use = device_.record(kComputeStream);
   if (edited && offloaded(unit)) bring_home(lock, index, last_use);
-  advance(unit.state, UnitEvent::kReleased);
+  advance(unit, UnitEvent::kReleased);
   unit.last_use = last_use;
   if (unit.slot >= 0) slots_[unit.slot].last_use = last_use;
   return newest_block(unit);
@@ -240,7 +247,7 @@ bool Engine::take_slot(int index) {
 
 // With mutex_ held. The unit's device bytes are not to be used any more.
 void Engine::drop(Unit& unit) {
-  advance(unit.state, UnitEvent::kDropped);
+  advance(unit, UnitEvent::kDropped);
   if (unit.slot < 0) return;
   slots_[unit.slot].unit = -1;
   unit.slot = -1;
@@ -249,7 +256,7 @@ void Engine::drop(Unit& unit) {
 // With mutex_ held.
 void Engine::start_upload(int index, std::uint64_t priority) {
   Unit& unit = units_[index];
-  advance(unit.state, UnitEvent::kUploadStarted);
+  advance(unit, UnitEvent::kUploadStarted);
   CopyJob job;
   job.segments = {
       {device_block(unit)->data(), unit.blocks.params_host->data(), unit.blocks.param_bytes}};
@@ -261,7 +268,7 @@ void Engine::start_upload(int index, std::uint64_t priority) {
   job.done = [this, index](std::exception_ptr error) {
     Lock lock(mutex_);
     if (error) fail(error);
-    advance(units_[index].state, UnitEvent::kUploadDone);
+    advance(units_[index], UnitEvent::kUploadDone);
     counters_.h2d_bytes += units_[index].blocks.param_bytes;
     changed_.notify_all();
   };
@@ -303,7 +310,7 @@ void Engine::send_gradients(int index, std::vector<CopySegment> segments, AheadW
   unit.measure.offer(std::move(ahead.measure));
   unit.ahead.offer(std::move(ahead.update));
   unit.num_parameters = ahead.num_parameters;
-  advance(unit.state, UnitEvent::kGradientsReady);
+  advance(unit, UnitEvent::kGradientsReady);
   std::size_t bytes = 0;
   for (const CopySegment& segment : segments) bytes += segment.bytes;
   CopyJob job;
@@ -315,7 +322,7 @@ void Engine::send_gradients(int index, std::vector<CopySegment> segments, AheadW
     Lock inner(mutex_);
     if (error) fail(error);
     counters_.d2h_bytes += bytes;
-    advance(units_[index].state, UnitEvent::kGradientsLanded);
+    advance(units_[index], UnitEvent::kGradientsLanded);
     const auto num_units = static_cast<std::uint64_t>(units_.size());
     const auto place = static_cast<std::uint64_t>(index);
     queue_ahead(index, &Unit::measure, place);
@@ -348,11 +355,7 @@ void Engine::wait_gradients(int index) {
 void Engine::wait_gradients_below(int count) {
   if (in_forked_child()) return;
   Lock lock(mutex_);
-  wait(lock, &EngineCounters::wait_gradients_seconds, -1, [&] {
-    return std::count_if(units_.begin(), units_.end(), [](const Unit& unit) {
-             return unit.state.progress == Progress::kLeaving;
-           }) < count;
-  });
+  wait(lock, &EngineCounters::wait_gradients_seconds, -1, [&] { return num_leaving_ < count; });
   rethrow(lock);
 }
 
@@ -465,7 +468,7 @@ void Engine::commit(int index, std::function<void()> update, std::size_t num_par
   unit.update = std::move(update);
   unit.update_always = true;
   unit.num_parameters = num_parameters;
-  advance(unit.state, UnitEvent::kCommit);
+  advance(unit, UnitEvent::kCommit);
   if (unit.state.progress == Progress::kUpdating) start_update(index);
 }
 
@@ -479,7 +482,7 @@ void Engine::commit_ahead(int index, BlockPtr params_host, std::function<void()>
   const bool done = unit.ahead.stage() == AheadTask::Stage::kDone && !always;
   unit.blocks.params_host = std::move(params_host);
   ++counters_.updates_ahead;
-  advance(unit.state, UnitEvent::kCommit);
+  advance(unit, UnitEvent::kCommit);
   if (!done) {  // the CPU lane finishes the one, then looks at the other
     unit.update = std::move(again);
     unit.update_always = always;
@@ -559,7 +562,7 @@ void Engine::finish_update(int index) {
   Unit& unit = units_[index];
   unit.measure.withdraw();
   unit.ahead.withdraw();
-  advance(unit.state, UnitEvent::kUpdateDone);
+  advance(unit, UnitEvent::kUpdateDone);
   ++counters_.updates;
   if (stopping_) return;
   if (offloaded(unit)) {
@@ -605,7 +608,7 @@ void Engine::abandon() {
   for (Unit& unit : units_) {
     if (std::exchange(unit.users, 0) == 0) continue;
     if (unit.state.residency != Residency::kComputing) continue;
-    advance(unit.state, UnitEvent::kReleased);
+    advance(unit, UnitEvent::kReleased);
     unit.last_use = device_.record(kComputeStream);
     if (unit.slot >= 0) slots_[unit.slot].last_use = unit.last_use;
   }

@@ -199,6 +199,7 @@ class Engine {
   void ready_to_commit(Lock& lock, int unit);
   void queue_ahead(int unit, AheadTask Unit::* task, std::uint64_t priority);
   void run_ahead(int unit, AheadTask Unit::* task, std::uint64_t ticket);
+  void advance(Unit& unit, UnitEvent event);  // the table's, and what is counted of it
   bool withdraw(Lock& lock, Unit& unit);
   std::uint64_t rank(std::uint64_t priority) const {
     return options_.priority_order ? priority : 0;
@@ -217,6 +218,7 @@ class Engine {
   std::condition_variable changed_;
   std::vector<Unit> units_;
   std::vector<Slot> slots_;
+  int num_leaving_ = 0;  // units whose gradients are on their way
   EngineCounters counters_;
   std::exception_ptr error_;
   Direction direction_ = Direction::kForward;
