@@ -19,16 +19,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from autohete import AutoHeteWrapper, Plan, Profile
+from autohete import AutoHeteWrapper, Plan
 from autohete._C import CopyDirection, HardwareProfile, UnitProfile
-from autohete.demo.gpt import GPT, GPTConfig
+from autohete.demo.gpt import GPT, Block, GPTConfig
 from autohete.layout import safest_plan
 from autohete.measured_profile import build_profile
-from autohete.planning import Tier
+from autohete.planning import Profile, Tier
 from autohete.sized_profiles import blend
 from autohete.units import find_units
 
-TOKENS = 128  # in a row
 CHUNK = 1 << 20
 PASSES = 8  # timed, after two that are not
 _DIRECTIONS = (CopyDirection.HOST_TO_DEVICE, CopyDirection.DEVICE_TO_HOST)
@@ -55,8 +54,34 @@ class Encoder(nn.Module):
 
 def _gpt(layers: int, width: int, **more: Any) -> Callable[[], nn.Module]:
     return lambda: GPT(
-        GPTConfig(num_layers=layers, width=width, num_heads=4, context=TOKENS, dropout=0.0, **more)
+        GPTConfig(num_layers=layers, width=width, num_heads=4, dropout=0.0, **more)
     )
+
+
+class _Paced(torch.autograd.Function):
+    """Its input, after a while: forward takes that long, backward twice as long."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradient, None
+
+
+def pace(model: nn.Module, seconds_per_row: float) -> None:
+    """Let each layer take a stated time more: what others do on the machine then matters less."""
+
+    def wait(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (_Paced.apply(inputs[0], seconds_per_row * inputs[0].shape[0]), *inputs[1:])
+
+    for module in model.modules():
+        if isinstance(module, (Block, nn.TransformerEncoderLayer)):
+            module.norm1.register_forward_pre_hook(wait)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -93,14 +118,34 @@ def part_cores(cores: list[int]) -> str:
     return f"compute on core {cores[0]}, the rest on {len(cores) - 1} more"
 
 
+@dataclass(frozen=True)
+class Job:
+    """A model to build, and how its steps are run."""
+
+    build: Callable[[], nn.Module]
+    tokens: int
+    """In a row."""
+    seconds_per_row: float
+    """Of pace(); 0: the layers take what they take."""
+    cores: list[int]
+
+    def model(self) -> nn.Module:
+        model = self.build()
+        if self.seconds_per_row:
+            pace(model, self.seconds_per_row)
+        return model
+
+    def data(self, batch: int) -> torch.Tensor:
+        return torch.randint(0, 256, (batch, self.tokens + 1))
+
+
 class Loop:
     """A wrapped model under a given plan, and its training step."""
 
-    def __init__(
-        self, model: nn.Module, plan: Plan, batch: int, throttle: Throttle | None, cores: list[int]
-    ) -> None:
+    def __init__(self, job: Job, plan: Plan, batch: int, throttle: Throttle | None) -> None:
+        model = job.model()
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        self.data = torch.randint(0, 256, (batch, TOKENS + 1))
+        self.data = job.data(batch)
         self.wrapped = AutoHeteWrapper(
             model, self.optimizer, gpu_mem="16GiB", cpu_mem="8GiB", plan=plan,
             strategy=plan.strategy, num_workers=1, profile_path=None,
@@ -109,7 +154,7 @@ class Loop:
         if throttle is not None:
             throttle.apply(self.wrapped)
         self.step()
-        part_cores(cores)
+        part_cores(job.cores)
 
     def step(self) -> None:
         self.wrapped(self.data[:, :-1], self.data[:, 1:]).backward()
@@ -120,10 +165,10 @@ class Loop:
         self.wrapped.unwrap()
 
 
-def plan_like(model: nn.Module, *, on_device: bool) -> Plan:
+def plan_like(job: Job, *, on_device: bool) -> Plan:
     """Everything on the host and recomputed, or everything on the device."""
     plan = Plan()
-    units = safest_plan(find_units(model), native=True)
+    units = safest_plan(find_units(job.build()), native=True)
     for unit in units:
         if on_device:
             unit.parameters = unit.gradients = unit.optimizer_state = Tier.DEVICE
@@ -132,40 +177,33 @@ def plan_like(model: nn.Module, *, on_device: bool) -> Plan:
     return plan
 
 
-def calibrate(
-    build: Callable[[], nn.Module], batches: tuple[int, int], throttle: Throttle, cores: list[int]
-) -> tuple[Profile, Profile]:
+def calibrate(job: Job, batches: tuple[int, int], throttle: Throttle) -> tuple[Profile, Profile]:
     """Return profiles of the two batch sizes, hardware included."""
     hardware = HardwareProfile()
     hardware.cpu_params_per_second = throttle.updates_per_second
     hardware.h2d_bytes_per_second = hardware.d2h_bytes_per_second = throttle.link_bytes_per_second
-    hardware.device_params_per_second = _device_update_rate(build, batches[0], cores)
-    small, large = (_profile(build, batch, throttle, cores, hardware) for batch in batches)
+    hardware.device_params_per_second = _device_update_rate(job, batches[0])
+    small, large = (_profile(job, batch, throttle, hardware) for batch in batches)
     return small, large
 
 
-def _profile(
-    build: Callable[[], nn.Module], batch: int, throttle: Throttle, cores: list[int],
-    hardware: HardwareProfile,
-) -> Profile:  # fmt: skip
-    model = build()
-    loop = Loop(model, plan_like(model, on_device=False), batch, throttle, cores)
+def _profile(job: Job, batch: int, throttle: Throttle, hardware: HardwareProfile) -> Profile:
+    loop = Loop(job, plan_like(job, on_device=False), batch, throttle)
     loop.step()
     run = loop.run
-    profiles, outside = [], []
+    profiles = []
     run.engine.record_timeline(True)
     for _ in range(PASSES):
         meter = run.plans.watch()
         loop.step()
         run.plans.stop_watching()
         profiles.append(build_profile(meter, run.units, run.plans.sizes(), hardware))
-        outside.append(profiles[-1].outside_seconds)
     run.synchronize()
     hardware.link_latency_seconds = _latency(run.engine.take_timeline(), throttle)
     loop.close()
     profile = Profile(profiles[-1])
     profile.units = [_median_unit(list(same)) for same in zip(*(p.units for p in profiles))]
-    profile.outside_seconds = median(outside)
+    profile.outside_seconds = median(p.outside_seconds for p in profiles)
     profile.hardware = hardware
     profile.gradients_persist = False
     profile.chunk_bytes = CHUNK
@@ -188,9 +226,8 @@ def _latency(spans: list[tuple[Any, ...]], throttle: Throttle) -> float:
     return max(median((t - n / rate) / -(-n // CHUNK) for t, n in copies), 0.0)
 
 
-def _device_update_rate(build: Callable[[], nn.Module], batch: int, cores: list[int]) -> float:
-    model = build()
-    loop = Loop(model, plan_like(model, on_device=True), batch, None, cores)
+def _device_update_rate(job: Job, batch: int) -> float:
+    loop = Loop(job, plan_like(job, on_device=True), batch, None)
     seconds = []
     for _ in range(4):
         loop.wrapped(loop.data[:, :-1], loop.data[:, 1:]).backward()
@@ -198,8 +235,9 @@ def _device_update_rate(build: Callable[[], nn.Module], batch: int, cores: list[
         loop.optimizer.step()
         seconds.append(time.perf_counter() - start)
         loop.optimizer.zero_grad()
+    count = sum(p.numel() for p in loop.wrapped.parameters())
     loop.close()
-    return sum(p.numel() for p in model.parameters()) / median(seconds)
+    return count / median(seconds)
 
 
 def at_batch(profiles: tuple[Profile, Profile], batches: tuple[int, int], batch: int) -> Profile:

@@ -6,7 +6,7 @@ under the plan that needs least (calibration.py); the settings that count have o
 budgets, and the plans of all strategies. 24 settings: four models times six strategies, two
 batches and two budgets in turn.
 
-    python benchmarks/prediction.py [--steps 12] [--json FILE] [--only NAME]
+    python benchmarks/prediction.py [--steps 12] [--json FILE] [--only NAME] [--paced SECONDS]
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import click
 import numpy as np
 import psutil
 import torch
-from calibration import MODELS, TOKENS, Loop, Throttle, at_batch, calibrate, part_cores
+from calibration import MODELS, Job, Loop, Throttle, at_batch, calibrate, part_cores
 from rich.console import Console
 from rich.table import Table
 
-from autohete import Plan, Profile
-from autohete.planning import STRATEGIES, InfeasibleError, make_plan
+from autohete import Plan
+from autohete.planning import STRATEGIES, InfeasibleError, Profile, make_plan
 
 CALIBRATED, TESTED = (2, 6), (3, 5)  # rows
 BUDGETS = (0.25, 0.6)  # of the way from the strategy's least to what keeps everything
@@ -95,10 +95,10 @@ def plan_of(profile: Profile, strategy: str, share: float) -> tuple[Plan, int]:
 
 
 def measure(
-    name: str, plan: Plan, batch: int, throttle: Throttle, cores: list[int], steps: int
+    job: Job, plan: Plan, batch: int, throttle: Throttle, steps: int
 ) -> tuple[float, int, float]:
     """Median step seconds, largest device bytes, and cores that others kept busy."""
-    loop = Loop(MODELS[name](), plan, batch, throttle, cores)
+    loop = Loop(job, plan, batch, throttle)
     for _ in range(WARM_UP):
         loop.step()
     side = loop.run.side
@@ -113,33 +113,31 @@ def measure(
     return median(np.diff(ends)), peak, others
 
 
-def throttle_for(name: str, cores: list[int]) -> Throttle:
+def throttle_for(job: Job) -> Throttle:
     """Rates that give each lane about as much to do as compute has at the middle batch."""
-    model = MODELS[name]()
-    data = torch.randint(0, 256, (mean(TESTED).__trunc__(), TOKENS + 1))
+    model = job.model()
+    data = job.data(sum(TESTED) // 2)
     seconds = []
     for _ in range(5):
         start = time.perf_counter()
-        out = model(data[:, :-1], data[:, 1:])
-        out.backward()
+        model(data[:, :-1], data[:, 1:]).backward()
         model.zero_grad()
         seconds.append(time.perf_counter() - start)
     count = sum(p.numel() for p in model.parameters())
     compute = float(f"{median(seconds):.1g}")
-    return Throttle(link_bytes_per_second=4 * count / (0.6 * compute),
-                    updates_per_second=count / (0.8 * compute))  # fmt: skip
+    return Throttle(4 * count / (0.6 * compute), count / (0.8 * compute))
 
 
-def run_model(name: str, index: int, cores: list[int], steps: int) -> list[Setting]:
+def run_model(name: str, index: int, job: Job, steps: int) -> list[Setting]:
     torch.manual_seed(0)
-    throttle = throttle_for(name, cores)
-    profiles = calibrate(MODELS[name], CALIBRATED, throttle, cores)
+    throttle = throttle_for(job)
+    profiles = calibrate(job, CALIBRATED, throttle)
     settings = []
     for s, strategy in enumerate(STRATEGIES):
         batch = TESTED[(index + s) % 2]
         profile = at_batch(profiles, CALIBRATED, batch)
         plan, budget = plan_of(profile, strategy, BUDGETS[(index + s // 2) % 2])
-        seconds, peak, others = measure(name, plan, batch, throttle, cores, steps)
+        seconds, peak, others = measure(job, plan, batch, throttle, steps)
         settings.append(
             Setting(
                 name, strategy, batch, budget, plan.binding_lane, plan.step_seconds, seconds,
@@ -179,8 +177,10 @@ def show(settings: list[Setting]) -> None:
 @click.command()
 @click.option("--steps", default=12, show_default=True, help="Measured, of each setting.")
 @click.option("--only", default="", help="Only models whose name contains this.")
+@click.option("--paced", default=0.0, help="Seconds that each layer takes for a row, instead of "
+              "computing on 128 tokens: for a machine on which others run.")
 @click.option("--json", "path", type=click.Path(dir_okay=False), help="Where the figures go.")
-def main(steps: int, only: str, path: str | None) -> None:
+def main(steps: int, only: str, paced: float, path: str | None) -> None:
     """Print predicted and measured step times and device peaks of 24 settings."""
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
@@ -188,7 +188,8 @@ def main(steps: int, only: str, path: str | None) -> None:
     start, settings = time.perf_counter(), []
     for index, name in enumerate(MODELS):
         if only in name:
-            settings += run_model(name, index, cores, steps)
+            job = Job(MODELS[name], 8 if paced else 128, paced, cores)
+            settings += run_model(name, index, job, steps)
     show(settings)
     others = [s.others for s in settings]
     print(
