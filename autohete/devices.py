@@ -47,6 +47,10 @@ class HostSide:
     def reset_peak(self) -> None:
         self.machine.reset_device_peak()
 
+    def num_refusals(self) -> int:
+        """Return how often device memory was asked for and not there."""
+        return int(self.machine.num_device_refusals())
+
     def host_peak(self) -> int:
         return int(self.machine.host_peak())
 
@@ -169,6 +173,9 @@ class CudaSide:
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def num_refusals(self) -> int:
+        return int(torch.cuda.memory_stats(self.torch_device).get("num_ooms", 0))
 
     def plannable(self) -> int:
         """All but a twentieth: torch's limit is on whole segments, which are never quite full."""

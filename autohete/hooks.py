@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from autohete.recompute import inside_outer_checkpoint, recompute_later
+from autohete.tied import let_add_in_place, shared_parameters
 from autohete.units import tensors_in
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class UnitForward(HookedForward):
     def __init__(self, run: Run, module: nn.Module, unit: int) -> None:
         super().__init__(run, module)
         self.unit = unit
+        self.shared = shared_parameters(run.units[unit])
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,6 +123,9 @@ class UnitForward(HookedForward):
             run.leave_forward(self.unit, tracked)
         if call is not None:
             call.watch_outputs(out)
+            if self.shared:
+                for tensor in tensors_in(out):
+                    let_add_in_place(tensor, self.shared)
         return out
 
 

@@ -1,22 +1,33 @@
-"""The first training step, measured while it runs under the safest plan.
+"""A training step, measured while it runs with every layer recomputed.
 
 Nothing runs twice and nothing is thrown away: the step is an ordinary one. It gives, per unit, the
 seconds of forward and backward, the bytes kept for backward with and without checkpointing (the
-recomputed forward shows the latter), and the largest extra inside; and what no unit owns.
+recomputed forward shows the latter), and the largest extra inside; and what no unit owns. What
+becomes of it is measured_profile.py's business.
+
+Device memory is read net of gradients that stand as `p.grad`, since plans place those. A gradient
+that autograd holds back, as that of a tied weight from its second use on, is among the rest.
+
+Units are walked in their order. A call out of that order (the head that is tied to the embedding)
+belongs to what lies between the last unit's forward and its backward: the loss, and what is around.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
-from autohete import _C
 from autohete.devices import Side
 from autohete.units import Unit
 
-_UPLOAD_LANE, _DOWNLOAD_LANE, _CPU_LANE = 1, 2, 3
+
+class Gradients(Protocol):
+    """What the meter asks the engine for."""
+
+    def device_gradient_bytes(self) -> int: ...
+
+    def counters(self) -> dict[str, Any]: ...
 
 
 @dataclass
@@ -34,6 +45,8 @@ class UnitMeasure:
     recompute_extra_bytes: int = 0
     backward_extra_bytes: int = 0
     """Its own gradients among them."""
+    backward_held_bytes: int = 0
+    """In use when its backward began, without gradients and what was there before the step."""
     calls: int = 0
 
     def temporary_bytes(self, grad_bytes: int) -> int:
@@ -52,38 +65,65 @@ class UnitMeasure:
 class StepMeter:
     """Collects one step; the hooks call it in their order."""
 
-    def __init__(self, side: Side, units: list[Unit]) -> None:
+    def __init__(self, side: Side, units: list[Unit], engine: Gradients) -> None:
         self._side = side
-        self._units = units
+        self._engine = engine
         self.measures = [UnitMeasure() for _ in units]
         self._start: tuple[float, int] = (0.0, 0)
-        self._begin_used = 0
+        self._begin = (0.0, 0)
+        self._began_waiting = 0.0
         self._others = 0
-        self._after_forward = 0
-        self._peak = 0
-        self._outside_peak = 0
-        self._open_backward: int | None = None
+        self._last = -1
+        self._late: set[int] = set()
+        """Units that were called out of order too."""
+        self._after_last = 0
+        """Net of the last unit's forward."""
         self._in_units = False
-        """Whether backward has left the loss."""
+        """Whether a unit runs or backward has come to the units: not the loss."""
+        self._peak = 0
+        self._loss_peak = 0
+        self._open_backward: int | None = None
+        self._seconds = 0.0
         self.complete = False
 
     def begin(self) -> None:
         self._side.reset_peak()
-        self._begin_used = self._side.used()
+        self._begin = (self._side.clock(), self._net())
+        self._began_waiting = self._waited()
         self._others = self._side.others()
+        self._after_last = self._begin[1]
+
+    def _net(self) -> int:
+        return self._side.used() - self._engine.device_gradient_bytes()
+
+    def _waited(self) -> float:
+        counters = self._engine.counters()
+        return sum(float(v) for k, v in counters.items() if k.startswith("wait_"))
 
     def _take_peak(self) -> int:
         """Peak since the last call, folded into the step's."""
         peak = self._side.peak()
         self._peak = max(self._peak, peak)
+        if not self._in_units:
+            self._loss_peak = max(self._loss_peak, peak)
         self._side.reset_peak()
         return peak
 
+    # ---------------------------------------------------------------- forward
+
     def forward_begins(self, unit: int) -> None:
+        if unit < self._last:
+            self._late.add(unit)
+            return
+        self._in_units = True
         self._take_peak()
+        self._loss_peak = 0  # of what follows the last unit in order only
+        self._last = unit
         self._start = (self._side.clock(), self._side.used())
 
     def forward_ends(self, unit: int) -> None:
+        if unit < self._last:
+            return
         seconds, used = self._start
         measure = self.measures[unit]
         now = self._side.used()
@@ -91,21 +131,27 @@ class StepMeter:
         measure.kept_bytes += max(now - used, 0)
         measure.forward_extra_bytes = max(measure.forward_extra_bytes, self._take_peak() - now)
         measure.calls += 1
+        self._after_last = self._net()
+        self._in_units = False
 
     def forward_over(self) -> None:
         self._take_peak()
-        self._after_forward = self._side.used()
+
+    # ---------------------------------------------------------------- backward
 
     def backward_begins(self, unit: int) -> None:
         # The hook that opens a unit runs before the one that closes the unit after it: both hang
         # on the tensor between them, in the order of the forward.
         if self._open_backward is not None:
             self.backward_ends(self._open_backward)
-        peak = self._take_peak()
-        if not self._in_units:
-            self._outside_peak = max(self._outside_peak, peak - self._after_forward)
+        self._take_peak()
+        if not self._in_units and unit in self._late and unit != self._last:
+            return
         self._open_backward, self._in_units = unit, True
         self._start = (self._side.clock(), self._side.used())
+        measure = self.measures[unit]
+        held = self._net() - self._begin[1]
+        measure.backward_held_bytes = max(measure.backward_held_bytes, held)
 
     def recomputed(self, unit: int, seconds: float, used_before: int) -> None:
         measure = self.measures[unit]
@@ -130,6 +176,8 @@ class StepMeter:
         if self._open_backward is not None:
             self.backward_ends(self._open_backward)
         self._take_peak()
+        self._seconds = self._side.clock() - self._begin[0]
+        self._seconds -= self._waited() - self._began_waiting
         self.complete = True
 
     def metered(self, unit: int, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,82 +198,33 @@ class StepMeter:
 
         return run
 
+    # ---------------------------------------------------------------- what it saw
+
+    @property
+    def last_unit(self) -> int:
+        """The last one in order that ran; -1 where none did."""
+        return self._last
+
     def peak(self) -> int:
         """The largest device memory in use during the step, in bytes."""
         return self._peak
 
     def outside_kept_bytes(self) -> int:
-        """What no unit keeps and lives until backward: copied inputs, logits, the loss; buffers."""
+        """What no unit keeps, from before the last unit to the end: inputs, masks, buffers."""
         inside = sum(m.kept_bytes for m in self.measures)
-        return max(self._after_forward - self._begin_used - inside, 0) + self._others
+        return max(self._after_last - self._begin[1] - inside, 0)
+
+    def other_bytes(self) -> int:
+        """What was there before the step and is neither the engine's nor activations."""
+        return self._others
 
     def outside_extra_bytes(self) -> int:
-        """The largest extra between the last unit's forward and its backward (the loss)."""
-        return max(self._outside_peak, 0)
+        """The largest extra between the last unit's forward and its backward: logits, the loss."""
+        return max(self._loss_peak - self._after_last, 0)
 
-
-def lane_rates(spans: list[tuple[Any, ...]], num_updated: int) -> dict[str, float]:
-    """Return bytes per second of both links and parameters per second of the CPU lane."""
-    rates: dict[str, float] = {}
-    for lane, name in ((_UPLOAD_LANE, "h2d"), (_DOWNLOAD_LANE, "d2h")):
-        measured = [s[5] / (s[4] - s[3]) for s in spans if s[0] == lane and s[5] and s[4] > s[3]]
-        if measured:
-            rates[name] = median(measured)
-    busy = sum(s[4] - s[3] for s in spans if s[0] == _CPU_LANE)
-    if busy > 0:
-        rates["cpu"] = num_updated / busy
-    return rates
-
-
-def _kind(unit: Unit, sizes: tuple[int, int, int]) -> str:
-    """Equal modules are of two kinds where the optimizer has only some of them, say."""
-    _, grad_bytes, state_bytes = sizes
-    return f"{unit.kind}/{grad_bytes}/{state_bytes}" + "/edits" * bool(unit.edits_inputs)
-
-
-def build_profile(
-    meter: StepMeter, units: list[Unit], sizes: list[tuple[int, int, int]], rates: dict[str, float]
-) -> _C.Profile:
-    """Return what the planner needs, layers of one kind averaged.
-
-    Args:
-        sizes: per unit, bytes of parameters, gradients and optimizer state.
-        rates: of lane_rates().
-    """
-    profile = _C.Profile()
-    kinds = [_kind(unit, size) for unit, size in zip(units, sizes, strict=True)]
-    unit_profiles = []
-    for unit, size, kind in zip(units, sizes, kinds, strict=True):
-        param_bytes, grad_bytes, state_bytes = size
-        measured = (m for m, k in zip(meter.measures, kinds, strict=True) if k == kind)
-        same = [m for m in measured if m.calls]
-        p = _C.UnitProfile()
-        p.name, p.kind = unit.name, kind
-        p.num_parameters = sum(q.numel() for q in unit.parameters)
-        p.param_bytes, p.grad_bytes, p.state_bytes = param_bytes, grad_bytes, state_bytes
-        p.master_bytes = param_bytes if grad_bytes else 0
-        p.can_offload_parameters = not unit.is_container
-        p.can_recompute = unit.is_layer and not unit.edits_inputs
-        if same:
-            p.forward_seconds = median(m.forward_seconds for m in same)
-            p.backward_seconds = median(m.backward_seconds for m in same)
-            kept = max(m.kept_bytes for m in same)
-            recomputed = max(m.recomputed_bytes for m in same)
-            p.checkpoint_bytes = kept if unit.is_layer else 0
-            p.activation_bytes = kept + recomputed if unit.is_layer else kept
-            p.temporary_bytes = max(m.temporary_bytes(grad_bytes) for m in same)
-        unit_profiles.append(p)
-    # The loss follows the last unit's forward: its extra coincides with nobody else's.
-    # (Units of its kind get it too: the planner takes equal layers as equal.)
-    for p in unit_profiles:
-        if p.kind == unit_profiles[-1].kind:
-            p.temporary_bytes = max(p.temporary_bytes, meter.outside_extra_bytes())
-    profile.units = unit_profiles
-    profile.fixed_device_bytes = meter.outside_kept_bytes()
-    hardware = _C.HardwareProfile()
-    hardware.h2d_bytes_per_second = rates.get("h2d", 1e10)
-    hardware.d2h_bytes_per_second = rates.get("d2h", 1e10)
-    hardware.cpu_params_per_second = rates.get("cpu", 1e9)
-    hardware.device_params_per_second = rates.get("device", rates.get("cpu", 1e9))
-    profile.hardware = hardware
-    return profile
+    def outside_seconds(self) -> float:
+        """What the pass took beside its units: the loss, calls out of order, the loop."""
+        inside = sum(
+            m.forward_seconds + m.backward_seconds + m.recompute_seconds for m in self.measures
+        )
+        return max(self._seconds - inside, 0.0)

@@ -44,6 +44,7 @@ from autohete.layout import (
 from autohete.planning import Plan, format_bytes
 from autohete.run_plan import RunPlan
 from autohete.run_trace import RunTrace
+from autohete.sized_profiles import Size, size_of
 from autohete.stepping import OptimizerBridge
 from autohete.units import Unit, find_units
 
@@ -111,6 +112,8 @@ class Run:
         self._committed = [False] * len(self.units)
         self._open_calls: list[UnitCall] = []
         self._backward_open = False
+        self._depth = 0  # of forwards of the whole model inside each other
+        self._in_a_step = False  # a backward has run since the last one
         self._last_commit: float | None = None
         self.early = EarlyUpdates(weakref.proxy(self), config.updates_early())
         self._attach(masters_kept)
@@ -290,27 +293,42 @@ class Run:
         tracked = torch.is_grad_enabled()
         if self._open_calls or self._backward_open or any(self._users):
             self.abandon()
-        if tracked and self.plans.is_measured() and self.num_steps:
-            self._replan()
+        outermost = self._depth == 0
+        if tracked and outermost:
+            self._follow(size_of((args, kwargs)))
         check_gradients(self.engine, self.units)
         self._guard_all()
         if tracked:
             self.early.forward_begins()
         self.side.charge_activations(True)
-        if tracked and (meter := self.plans.measuring()):
+        if tracked and outermost and (meter := self.plans.measuring()):
             meter.begin()
+        self._depth += 1
 
-    def _replan(self) -> None:
-        """Go over to the plan that the first step speaks for."""
+    def _follow(self, size: Size) -> None:
+        """Go over to the plan that the inputs and the steps measured so far speak for."""
+        if self.plans.is_measured() and self.num_steps and not self._in_a_step:
+            persist = any(p.grad is not None for unit in self.units for p in unit.parameters)
+            self._change_plan(lambda: self.plans.decide(persist))
+        if self.plans.needs_measuring(size):
+            if self.plans.measuring() is None:
+                self._change_plan(lambda: self.plans.measure_next(size))
+            else:
+                self.plans.measure_next(size)
+        elif self.plans.measuring() is None:
+            self.plans.use_rules_for(size)
+
+    def _change_plan(self, change: Callable[[], None]) -> None:
         self.synchronize()
         self.bridge.adopt_states()  # the user may have cleared or replaced them
-        self.plans.decide()
+        change()
         self.bridge.publish_states()
         self.early.plan_changed()
         self.step_seconds.clear()
         self._last_commit = None
 
     def end_forward(self) -> None:
+        self._depth -= 1
         if not torch.is_grad_enabled():
             self.side.charge_activations(False)
         elif meter := self.plans.measuring():
@@ -360,7 +378,7 @@ class Run:
         """Find the end of the outermost backward; called from a hook inside it."""
         if self._backward_open:
             return
-        self._backward_open = True
+        self._backward_open = self._in_a_step = True
         self.early.backward_begins()
         self.side.charge_activations(True)
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
@@ -413,6 +431,7 @@ class Run:
     def abandon(self) -> None:
         """A forward or backward was left by an exception: nothing is in use any more."""
         self._backward_open = False
+        self._depth = 0
         for call in self._open_calls:
             call.is_open = False
         self._open_calls.clear()
@@ -422,7 +441,7 @@ class Run:
             self.engine.abandon()
         self._users = [0] * len(self.units)
         self.side.charge_activations(False)
-        self.plans.begin_measuring_again()
+        self.plans.left_by_an_exception()
         if self.plans.placements:
             self._guard_all()
 
@@ -457,4 +476,5 @@ class Run:
         if self._last_commit is not None:
             self.step_seconds.append(now - self._last_commit)
         self._last_commit = now
+        self._in_a_step = False
         self.num_steps += 1

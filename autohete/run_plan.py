@@ -1,8 +1,15 @@
-"""The plan a run is under: the safest one while the first step is measured, then the planner's."""
+"""The plan a run is under: the safest one while the first step is measured, then the planner's.
+
+Inputs larger than any measured before are measured anew, with every layer recomputed, and planned
+for; smaller ones keep the placement and recompute no more than they must. See
+docs/adr/0014-plans-follow-the-inputs.md.
+"""
 
 from __future__ import annotations
 
 import logging
+import time
+from functools import reduce
 from typing import Any
 
 import torch
@@ -11,22 +18,29 @@ from autohete import _C
 from autohete.config import Config
 from autohete.devices import Side
 from autohete.layout import safest_plan
-from autohete.measure import StepMeter, build_profile, lane_rates
+from autohete.measure import StepMeter
+from autohete.measured_profile import build_profile, hardware_of, lane_rates
 from autohete.planning import (
     ActivationRule,
     InfeasibleError,
     Plan,
     Tier,
+    device_peak_bytes,
+    device_visits,
+    format_bytes,
     load_profile,
     make_plan,
     minimum_gpu_mem,
     save_profile,
     summarise_plan,
 )
+from autohete.recompute_rules import rules_for
+from autohete.sized_profiles import Size, SizedProfiles, bucket_of, upper_of
 from autohete.stepping import OptimizerBridge
 from autohete.units import Unit
 
 _log = logging.getLogger("autohete")
+_RESERVE_PER_REFUSAL = 0.05  # of gpu_mem, left free after memory ran out under a plan that fits
 
 
 class RunPlan:
@@ -48,10 +62,18 @@ class RunPlan:
         self.plan: Plan | None = None
         self.profile: _C.Profile | None = None
         self.placements: list[_C.UnitPlan] = []
-        # Of every unit, as plain booleans: hooks ask many times a step.
-        self._managed: list[bool] = []
-        self._recomputed: list[bool] = []
+        self._managed: list[bool] = []  # of every unit: hooks ask many times a step
+        self.num_replans = 0
+        self.replan_seconds = 0.0
         self._meter: StepMeter | None = None
+        self._hardware: _C.HardwareProfile | None = None
+        self._sized = SizedProfiles()
+        self._size: Size = ()
+        """Of the inputs that are being measured."""
+        self._rules: dict[Size, list[ActivationRule]] = {}
+        self._reserve = 0
+        self._pressed = False
+        self._refusals = 0
         self.tracing = False  # the user wants the timeline to go on
 
     # ---------------------------------------------------------------- asked by the hooks
@@ -61,20 +83,40 @@ class RunPlan:
         return self._managed[index]
 
     def recomputes(self, index: int) -> bool:
-        return self._recomputed[index]
+        return self.placements[index].activations == ActivationRule.RECOMPUTE
 
     def measuring(self) -> StepMeter | None:
         """The meter, while the first step is being measured."""
         return None if self._meter is None or self._meter.complete else self._meter
 
-    def begin_measuring_again(self) -> None:
-        """The step that was being measured was left by an exception."""
+    def left_by_an_exception(self) -> None:
+        """A forward or backward ended early; for want of memory, maybe."""
         if self.measuring():
-            self._meter = StepMeter(self._side, self._units)
+            self._meter = StepMeter(self._side, self._units, self._engine)
+        if self._follows_inputs():
+            refusals = self._side.num_refusals()
+            self._pressed = self._pressed or refusals > self._refusals
+            self._refusals = refusals
 
     def is_measured(self) -> bool:
         """Whether a step was measured and nothing was decided from it yet."""
         return self._meter is not None and self._meter.complete
+
+    def watch(self) -> StepMeter:
+        """Measure the next pass under the plan as it is; nothing is decided from it."""
+        self._meter = StepMeter(self._side, self._units, self._engine)
+        return self._meter
+
+    def stop_watching(self) -> None:
+        self._meter = None
+
+    def sizes(self) -> list[tuple[int, int, int]]:
+        """Return per unit the bytes of parameters, gradients and optimizer state."""
+        engine = self._engine
+        return [
+            (engine.param_bytes(i), engine.gradient_bytes(i), engine.state_bytes(i))
+            for i in range(len(self._units))
+        ]
 
     # ---------------------------------------------------------------- deciding
 
@@ -95,43 +137,163 @@ class RunPlan:
             )
             return
         self._apply(self._safest())
-        self._meter = StepMeter(self._side, self._units)
+        self._meter = StepMeter(self._side, self._units, self._engine)
         self._engine.record_timeline(True)
         self._side.set_advice(
             "This is the first step, under the plan that needs least; a smaller batch or shorter "
             "sequences need less."
         )
 
-    def decide(self) -> None:
-        """Make a plan from the measured step and apply it; stay where none is better."""
-        self.profile = self._measured_profile()
-        self.plan = self._safest()
-        if not self._bridge.native:
-            return
+    def decide(self, gradients_persist: bool) -> None:
+        """Make a plan from the measured step and apply it; stay where none is better.
+
+        Args:
+            gradients_persist: gradients of the last step are still there.
+        """
+        first = self.plan is None
+        start = time.perf_counter()
+        self._absorb(gradients_persist)
+        if first:
+            self.plan = self._safest()
+        if self._bridge.native:
+            self._plan_for_the_largest()
+        if not first:
+            self.num_replans += 1
+            self.replan_seconds += time.perf_counter() - start
+
+    def _absorb(self, gradients_persist: bool) -> None:
+        """Turn what the meter saw into a profile for its size."""
+        profile = self._measured_profile()
+        profile.gradients_persist = (
+            gradients_persist or self._config.gradient_accumulation_steps > 1
+        )
+        self._sized.add(self._size, profile)
+        self._rules.clear()
+
+    def _plan_for_the_largest(self) -> None:
+        self.profile = self._largest_profile()
+        safest = self._safest()
         try:
             plan = self._make_plan(self.profile)
             self._apply(plan)
         except InfeasibleError as error:
             # The safest plan has just run within the budget: the estimate is on the safe side.
             _log.warning("autohete: %s; going on with the plan of the first step", error)
+            self._stay_safe(safest)
             return
         except torch.OutOfMemoryError as error:
             _log.warning("autohete: %s; going on with the plan of the first step", error)
-            self._apply(self.plan)
+            self._stay_safe(safest)
             return
         self.plan = plan
         self._advise(self.profile)
+        self._refusals = self._side.num_refusals()
         self._side.reset_peak()
         _log.info("autohete: planned: %s", summarise_plan(plan))
         if self._config.profile_path is not None:
             save_profile(self._config.profile_path, self.profile, plan)
+
+    def _stay_safe(self, safest: Plan) -> None:
+        if self.placements != list(safest.units):
+            self._apply(safest)
+        self.plan = safest
+
+    def _largest_profile(self) -> _C.Profile:
+        """What no inputs measured so far exceed."""
+        profiles = [self._sized.measured_at(size) for size in self._sized.largest()]
+        return reduce(upper_of, profiles)
+
+    # ---------------------------------------------------------------- following the inputs
+
+    def _follows_inputs(self) -> bool:
+        return self._config.plan is None and self._bridge.native and self.plan is not None
+
+    def needs_measuring(self, size: Size) -> bool:
+        """Whether inputs of this size may need more than the plan was made for."""
+        if self._pressed:
+            return True
+        if self.measuring() is not None:
+            return not self._follows_inputs()
+        return self._follows_inputs() and not self._sized.covers(size)
+
+    def measure_next(self, size: Size) -> None:
+        """Bring the engine under a plan that this size's step can be measured under.
+
+        Raises:
+            torch.OutOfMemoryError: it will not fit under any.
+        """
+        self._size = size
+        if not self._follows_inputs():
+            return  # the first step is under the safest plan as it is
+        start = time.perf_counter()
+        if self.is_measured():
+            self._absorb(gradients_persist=True)
+        if self._pressed:
+            self._pressed = False
+            self._reserve += int(self._side.plannable() * _RESERVE_PER_REFUSAL)
+            self._sized.forget(size)
+            self._apply(self._safest())
+        else:
+            self._refuse_what_cannot_fit(size)
+            self._recompute_everything(size)
+        self._meter = StepMeter(self._side, self._units, self._engine)
+        self.replan_seconds += time.perf_counter() - start
+
+    def _refuse_what_cannot_fit(self, size: Size) -> None:
+        least = self._sized.beyond(size, power=1)
+        if least is None:
+            return
+        plan = self._safest()
+        needed = max(v[2] for v in device_visits(least, plan, [0] * len(plan.units)))
+        if needed > self._side.plannable():
+            raise torch.OutOfMemoryError(
+                f"autohete: inputs of {size} (items and longest side of each tensor) need about "
+                f"gpu_mem={needed} bytes ({format_bytes(needed)}) under the plan that needs least, "
+                f"given {format_bytes(self._side.plannable())}; nothing was computed yet. Give "
+                "more gpu_mem, smaller batches, or shorter sequences."
+            )
+
+    def _recompute_everything(self, size: Size) -> None:
+        """Where that surely fits, nothing is moved for it."""
+        assert self.plan is not None
+        plan = Plan(self.plan)
+        units = [_C.UnitPlan(unit) for unit in plan.units]
+        for placed, unit in zip(units, self._units, strict=True):
+            if unit.is_layer:
+                placed.activations = ActivationRule.RECOMPUTE
+        plan.units = units
+        most = self._sized.beyond(size, power=2)
+        if most is not None and device_peak_bytes(most, plan) <= self._side.plannable():
+            self.placements = units
+        else:
+            self._apply(self._safest())
+
+    def use_rules_for(self, size: Size) -> None:
+        """Recompute only what inputs of this size must; the placement stays."""
+        if not self._follows_inputs() or self.plan is None or self.plan.strategy != "autohete":
+            return
+        bucket = bucket_of(size)
+        if not self._sized.covers(bucket):
+            bucket = size
+        rules = self._rules.get(bucket)
+        if rules is None:
+            rules = [unit.activations for unit in self.plan.units]
+            profile = self._sized.at(bucket)
+            if profile is not None and bucket not in self._sized.largest():
+                rules = rules_for(profile, self.plan, self._plannable())
+            self._rules[bucket] = rules
+        for placed, rule in zip(self.placements, rules, strict=True):
+            placed.activations = rule
+
+    def _plannable(self) -> int:
+        return max(self._side.plannable() - self._reserve, 1)
 
     def _make_plan(self, profile: _C.Profile) -> Plan:
         def made(gated: bool) -> Plan:
             profile.speculates = not gated and self._config.early_updates != "in_place"
             return make_plan(
                 profile,
-                self._side.plannable(),
+                self._plannable(),
                 self._cpu_mem,
                 strategy=self._config.strategy,
                 window=self._config.window,
@@ -161,11 +323,8 @@ class RunPlan:
             barrier=order.iteration_barrier,
         )
         self._side.check_host_memory()
-        self.placements = list(plan.units)
+        self.placements = [_C.UnitPlan(unit) for unit in plan.units]
         self._managed = [unit.optimizer_state == Tier.HOST for unit in self.placements]
-        self._recomputed = [
-            unit.activations == ActivationRule.RECOMPUTE for unit in self.placements
-        ]
 
     def _safest(self) -> Plan:
         plan = Plan()
@@ -179,13 +338,11 @@ class RunPlan:
         meter, self._meter = self._meter, None
         assert meter is not None
         engine = self._engine
-        rates = lane_rates(engine.take_timeline(), self._num_updated()) | self._side.rates()
-        engine.record_timeline(self.tracing)
-        sizes = [
-            (engine.param_bytes(i), engine.gradient_bytes(i), engine.state_bytes(i))
-            for i in range(len(self._units))
-        ]
-        profile = build_profile(meter, self._units, sizes, rates)
+        if self._hardware is None:
+            rates = lane_rates(engine.take_timeline(), self._num_updated()) | self._side.rates()
+            engine.record_timeline(self.tracing)
+            self._hardware = hardware_of(rates)
+        profile = build_profile(meter, self._units, self.sizes(), self._hardware)
         profile.gradient_accumulation_steps = self._config.gradient_accumulation_steps
         profile.chunk_bytes = self._config.chunk_bytes
         return profile
@@ -197,8 +354,9 @@ class RunPlan:
     def _advise(self, profile: _C.Profile) -> None:
         least = minimum_gpu_mem(profile, self._cpu_mem, window=self._config.window)
         self._side.set_advice(
-            f"For steps as the first one was, gpu_mem={least} bytes would fit; larger ones need "
-            "more: give it, or smaller batches, or shorter sequences."
+            f"For steps as large as measured so far, gpu_mem={least} bytes would fit; larger ones "
+            "need more: give it, or smaller batches, or shorter sequences. The next step is "
+            "measured again and planned with more to spare."
         )
 
 

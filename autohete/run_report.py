@@ -52,6 +52,10 @@ class RunReport:
     wait_upload_seconds: float
     wait_gradients_seconds: float
     step_seconds_last: float | None = None
+    num_replans: int = 0
+    """Plans made after the first one: for larger inputs, or after memory had run out."""
+    replan_seconds: float = 0.0
+    """What they took, moving included; the steps measured for them are steps like any other."""
     details: RunDetails | None = field(default=None, repr=False, compare=False)
 
     @classmethod
@@ -69,6 +73,8 @@ class RunReport:
             step_seconds_predicted=(plan.step_seconds or None) if plan else None,
             step_seconds_measured=median(run.step_seconds) if run.step_seconds else None,
             step_seconds_last=run.step_seconds[-1] if run.step_seconds else None,
+            num_replans=run.plans.num_replans,
+            replan_seconds=run.plans.replan_seconds,
             details=_details_of(run),
             **{
                 k: counters[k]
@@ -130,6 +136,11 @@ class RunReport:
                 f"waited           {self.wait_update_seconds:.3f} s for updates, "
                 f"{self.wait_upload_seconds:.3f} s for uploads, "
                 f"{self.wait_gradients_seconds:.3f} s for gradients",
+                *(
+                    [f"planned again    {self.num_replans} times, {self.replan_seconds:.3f} s"]
+                    if self.num_replans
+                    else []
+                ),
             )
         )
 

@@ -50,6 +50,7 @@ _HARDWARE_FIELDS: dict[str, type] = {
 _PROFILE_FIELDS: dict[str, type] = {
     "fixed_device_bytes": int,
     "fixed_host_bytes": int,
+    "outside_seconds": float,
     "gradient_accumulation_steps": int,
     "gradients_persist": bool,
     "speculates": bool,
@@ -85,7 +86,8 @@ def profile_from_dict(data: Any, where: str = "profile") -> _C.Profile:
     """Return the profile that `profile_to_dict` described, checked."""
     profile = _C.Profile()
     if isinstance(data, dict):
-        data = {"speculates": False, **data}  # files from before it was written
+        # Of files from before they were written.
+        data = {"speculates": False, "outside_seconds": 0.0, **data}
     _check_keys(data, {*_PROFILE_FIELDS, "hardware", "units"}, where)
     _set_fields(profile, data, _PROFILE_FIELDS, where)
     hardware = _C.HardwareProfile()

@@ -79,6 +79,7 @@ def _solve_glpk(
         counts = formulation.counts_of(values)
         solver = "glpk" if status == "optimal" else "glpk, stopped at its limit"
         plan = _C.finish_plan(profile, formulation, counts, options, solver)
-        if plan.device_peak_bytes <= budgets.device_bytes and plan.host_bytes <= budgets.host_bytes:
+        device = _C.device_peak_bytes(profile, plan)
+        if device <= budgets.device_bytes and plan.host_bytes <= budgets.host_bytes:
             return plan
     return None

@@ -50,7 +50,8 @@ def plan_strategy(
         _C.predict_plan(profile, plan, policy)
     fitting = [plan for plan in plans if fits(plan.units)]
     if not fitting:
-        _C.require_within(profile, min(plans, key=lambda p: p.device_peak_bytes), budgets)
+        smallest = min(plans, key=lambda p: _C.device_peak_bytes(profile, p))
+        _C.require_within(profile, smallest, budgets)
     return min(fitting, key=lambda plan: plan.step_seconds)
 
 

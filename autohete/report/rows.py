@@ -169,7 +169,8 @@ def _unit_names(span: Span, names: Sequence[str]) -> str:
 
 def predicted_memory(profile: Profile, plan: Plan, simulation: _C.Simulation) -> list[Row]:
     """Return the device's bytes at every visit of one simulated step; the host's do not change."""
-    held = {(unit, back): num_bytes for unit, back, num_bytes in device_visits(profile, plan)}
+    visits_ = device_visits(profile, plan, simulation.leaving_bytes)
+    held = {(unit, back): num_bytes for unit, back, num_bytes in visits_}
     spans = simulated_spans(simulation)
     begin, end = last_steps(spans, profile.gradient_accumulation_steps, count=1)
     visits = [

@@ -2,6 +2,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
+#include <vector>
+
 #include "csrc/base/check.h"
 #include "csrc/plan/cost_model.h"
 #include "csrc/plan/formulation.h"
@@ -66,6 +69,7 @@ void bind_data(py::module_& module) {
       .def_readwrite("hardware", &Profile::hardware)
       .def_readwrite("fixed_device_bytes", &Profile::fixed_device_bytes)
       .def_readwrite("fixed_host_bytes", &Profile::fixed_host_bytes)
+      .def_readwrite("outside_seconds", &Profile::outside_seconds)
       .def_readwrite("gradient_accumulation_steps", &Profile::gradient_accumulation_steps)
       .def_readwrite("gradients_persist", &Profile::gradients_persist)
       .def_readwrite("speculates", &Profile::speculates)
@@ -210,6 +214,7 @@ void bind_simulator(py::module_& module) {
       .def_readonly("first_step_seconds", &Simulation::first_step_seconds)
       .def_readonly("compute_seconds", &Simulation::compute_seconds)
       .def_readonly("gap_seconds", &Simulation::gap_seconds)
+      .def_readonly("leaving_bytes", &Simulation::leaving_bytes)
       .def_readonly("spans", &Simulation::spans);
   module.def("simulate", &simulate, py::call_guard<py::gil_scoped_release>(), py::arg("profile"),
              py::arg("plan"), py::arg("policy") = SimulationPolicy{},
@@ -281,14 +286,20 @@ void bind_cost_model(py::module_& module) {
   module.def("host_bytes", &host_bytes, py::arg("profile"), py::arg("plan"));
   module.def(
       "device_visits",
-      [](const Profile& profile, const Plan& plan) {
+      [](const Profile& profile, const Plan& plan,
+         const std::optional<std::vector<std::size_t>>& leaving) {
+        require(!leaving || leaving->size() == plan.units.size(),
+                "device_visits: leaving has another length than the plan, expected one number for "
+                "each unit");
         py::list visits;
-        for (const DeviceVisit& visit : device_visits(profile, plan))
+        for (const DeviceVisit& visit :
+             leaving ? device_visits(profile, plan, *leaving) : device_visits(profile, plan))
           visits.append(py::make_tuple(visit.unit, visit.backward, visit.bytes));
         return visits;
       },
-      py::arg("profile"), py::arg("plan"),
-      "(unit, whether backward, bytes on the device), in the order of a step.");
+      py::arg("profile"), py::arg("plan"), py::arg("leaving_bytes") = std::nullopt,
+      "(unit, whether backward, bytes on the device), in the order of a step; with the most that "
+      "may be leaving, or with what a simulation saw.");
   module.def(
       "lane_seconds",
       [](const Profile& profile, const Plan& plan) {

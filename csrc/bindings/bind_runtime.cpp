@@ -71,6 +71,8 @@ void bind_device(py::module_& module) {
       .def("device_limit", [](HostMachine& self) { return self.device_budget->limit(); })
       .def("set_device_limit",
            [](HostMachine& self, std::size_t bytes) { self.device_budget->set_limit(bytes); })
+      .def("num_device_refusals",
+           [](HostMachine& self) { return self.device_budget->num_refusals(); })
       .def("reset_device_peak", [](HostMachine& self) { self.device_budget->reset_peak(); })
       .def("host_used", [](HostMachine& self) { return self.host_budget->used(); })
       .def("host_peak", [](HostMachine& self) { return self.host_budget->peak(); })
@@ -228,6 +230,12 @@ void bind_engine(py::module_& module) {
       .def("num_units", &TorchEngine::num_units)
       .def("num_workers", [](TorchEngine& self) { return self.workers().num_workers(); })
       .def("param_bytes", [](TorchEngine& s, int unit) { return s.unit(unit).param_bytes(); })
+      .def("device_gradient_bytes",
+           [](TorchEngine& s) {
+             std::size_t bytes = 0;
+             for (int u = 0; u < s.num_units(); ++u) bytes += s.unit(u).device_gradient_bytes();
+             return bytes;
+           })
       .def("gradient_bytes", [](TorchEngine& s, int unit) { return s.unit(unit).gradient_bytes(); })
       .def("state_bytes", [](TorchEngine& s, int unit) { return s.unit(unit).state_bytes(); })
       .def("unit_state", [](TorchEngine& s, int unit) { return in_words(s.engine().state(unit)); })

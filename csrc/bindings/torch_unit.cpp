@@ -574,6 +574,15 @@ bool TorchUnit::has_gradients() const {
   });
 }
 
+std::size_t TorchUnit::device_gradient_bytes() const {
+  std::size_t bytes = 0;
+  for (const TorchParameter& parameter : parameters_) {
+    const at::Tensor& gradient = parameter.value.tensor().grad();
+    if (gradient.defined() && !on_host(parameter, gradient)) bytes += gradient.nbytes();
+  }
+  return bytes;
+}
+
 bool TorchUnit::has_gradient_factors() const {
   return std::any_of(parameters_.begin(), parameters_.end(), [](const TorchParameter& parameter) {
     return parameter.gradient_factor != 1.0F && parameter.value.tensor().grad().defined();

@@ -151,6 +151,8 @@ class TorchUnit {
   // Gradients as tensors over the host block, for reading on any thread (undefined where missing).
   std::vector<at::Tensor> host_gradients() const;
   bool has_gradients() const;
+  // Bytes of gradients that are on the device, those on their way out included.
+  std::size_t device_gradient_bytes() const;
   // Some gradient that is still there waits to be multiplied.
   bool has_gradient_factors() const;
   // Multiplies the gradients by their factors, in place.

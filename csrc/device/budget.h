@@ -10,7 +10,7 @@
 namespace autohete {
 
 // Any thread. charge() either takes the bytes and returns true, or changes nothing and returns
-// false. The peak is the largest `used` since the last reset_peak().
+// false (counted by num_refusals()). The peak is the largest `used` since the last reset_peak().
 class Budget {
  public:
   explicit Budget(std::size_t limit_bytes) : limit_(limit_bytes) {}
@@ -18,7 +18,10 @@ class Budget {
   bool charge(std::size_t bytes) {
     std::size_t used = used_.load(std::memory_order_relaxed);
     do {
-      if (bytes > limit() - std::min(limit(), used)) return false;
+      if (bytes > limit() - std::min(limit(), used)) {
+        num_refusals_.fetch_add(1, std::memory_order_relaxed);
+        return false;
+      }
     } while (!used_.compare_exchange_weak(used, used + bytes, std::memory_order_relaxed));
     raise_peak(used + bytes);
     return true;
@@ -29,6 +32,7 @@ class Budget {
   std::size_t peak() const { return peak_.load(std::memory_order_relaxed); }
   std::size_t limit() const { return limit_.load(std::memory_order_relaxed); }
   std::size_t free() const { return limit() - std::min(limit(), used()); }
+  std::size_t num_refusals() const { return num_refusals_.load(std::memory_order_relaxed); }
   void set_limit(std::size_t bytes) { limit_.store(bytes, std::memory_order_relaxed); }
   void reset_peak() { peak_.store(used(), std::memory_order_relaxed); }
 
@@ -41,6 +45,7 @@ class Budget {
   std::atomic<std::size_t> limit_;
   std::atomic<std::size_t> used_{0};
   std::atomic<std::size_t> peak_{0};
+  std::atomic<std::size_t> num_refusals_{0};
 };
 
 // Bytes taken from a budget, given back by the destructor. Tests true when the budget had them.

@@ -4,13 +4,14 @@
 #include <functional>
 #include <vector>
 
+#include "csrc/base/check.h"
 #include "csrc/plan/segments.h"
 #include "csrc/plan/validate.h"
 
 namespace autohete {
 namespace {
 
-constexpr std::size_t kLeavingGradients = 3;  // one being computed, two leaving
+constexpr std::size_t kLeavingGradients = 2;  // beside the one being computed
 
 std::size_t sum_of_largest(std::vector<std::size_t> bytes, std::size_t how_many) {
   std::sort(bytes.begin(), bytes.end(), std::greater<>());
@@ -28,40 +29,57 @@ std::size_t device_gradient_bytes(const UnitProfile& unit, const UnitPlan& place
   return placed.optimizer_state == Tier::kDevice ? unit.grad_bytes : 0;
 }
 
+std::size_t host_gradient_bytes(const UnitProfile& unit, const UnitPlan& placed) {
+  return placed.optimizer_state == Tier::kHost ? unit.grad_bytes : 0;
+}
+
+// By unit: gradients of later units that may still be leaving while it runs. A forward has waited
+// for the updates of the units before it, a backward has not touched their gradients yet.
+std::vector<std::size_t> leaving_at_most(const Profile& profile, const Plan& plan) {
+  std::vector<std::size_t> later, sums(plan.units.size());
+  for (std::size_t i = plan.units.size(); i-- > 0;) {
+    sums[i] = sum_of_largest(later, kLeavingGradients);
+    later.push_back(host_gradient_bytes(profile.units[i], plan.units[i]));
+  }
+  return sums;
+}
+
 // What does not come and go within a step.
 std::size_t always_on_device(const Profile& profile, const Plan& plan) {
-  std::size_t sum = profile.fixed_device_bytes, largest_offloaded = 0;
-  std::vector<std::size_t> leaving;
+  std::size_t sum = profile.fixed_device_bytes;
+  std::vector<std::size_t> offloaded;
   for (std::size_t i = 0; i < plan.units.size(); ++i) {
     const UnitProfile& unit = profile.units[i];
     const UnitPlan& placed = plan.units[i];
     if (placed.parameters == Tier::kDevice) {
       sum += unit.param_bytes;
     } else {
-      largest_offloaded = std::max(largest_offloaded, unit.param_bytes);
+      offloaded.push_back(unit.param_bytes);
     }
-    if (placed.optimizer_state == Tier::kDevice) {
-      sum += unit.state_bytes;
-    } else {
-      leaving.push_back(unit.grad_bytes);
-    }
+    if (placed.optimizer_state == Tier::kDevice) sum += unit.state_bytes;
     if (profile.gradients_persist) sum += device_gradient_bytes(unit, placed);
   }
-  return sum + static_cast<std::size_t>(plan.window) * largest_offloaded +
-         sum_of_largest(std::move(leaving), kLeavingGradients);
+  return sum + sum_of_largest(std::move(offloaded), static_cast<std::size_t>(plan.window));
 }
 
 }  // namespace
 
 std::vector<DeviceVisit> device_visits(const Profile& profile, const Plan& plan) {
   validate(profile, plan);
+  return device_visits(profile, plan, leaving_at_most(profile, plan));
+}
+
+std::vector<DeviceVisit> device_visits(const Profile& profile, const Plan& plan,
+                                       const std::vector<std::size_t>& leaving) {
+  validate(profile, plan);
   const int count = static_cast<int>(plan.units.size());
+  AH_ASSERT(leaving.size() == plan.units.size());
   std::size_t held = always_on_device(profile, plan);  // and what forward saved, and gradients
   std::vector<DeviceVisit> visits;
   for (int i = 0; i < count; ++i) {
     const UnitProfile& unit = profile.units[i];
     held += saved_bytes(unit, plan.units[i]);
-    visits.push_back({i, false, held + unit.temporary_bytes});
+    visits.push_back({i, false, held + leaving[i] + unit.temporary_bytes});
   }
   for (int i = count; i-- > 0;) {
     const UnitProfile& unit = profile.units[i];
@@ -69,16 +87,21 @@ std::vector<DeviceVisit> device_visits(const Profile& profile, const Plan& plan)
     if (!profile.gradients_persist) held += device_gradient_bytes(unit, placed);
     const bool recompute = placed.activations == ActivationRule::kRecompute;
     const std::size_t again = recompute ? unit.activation_bytes : 0;
-    visits.push_back({i, true, held + again + unit.temporary_bytes});
+    const std::size_t gradients = leaving[i] + host_gradient_bytes(unit, placed);
+    visits.push_back({i, true, held + again + gradients + unit.temporary_bytes});
     held -= saved_bytes(unit, placed);
   }
   return visits;
 }
 
-std::size_t device_peak_bytes(const Profile& profile, const Plan& plan) {
-  std::size_t peak = always_on_device(profile, plan);
-  for (const DeviceVisit& visit : device_visits(profile, plan)) peak = std::max(peak, visit.bytes);
+std::size_t largest_visit(const std::vector<DeviceVisit>& visits) {
+  std::size_t peak = 0;
+  for (const DeviceVisit& visit : visits) peak = std::max(peak, visit.bytes);
   return peak;
+}
+
+std::size_t device_peak_bytes(const Profile& profile, const Plan& plan) {
+  return largest_visit(device_visits(profile, plan));
 }
 
 std::size_t host_bytes(const Profile& profile, const Plan& plan) {
@@ -99,6 +122,7 @@ LaneSeconds lane_seconds(const Profile& profile, const Plan& plan) {
   validate(profile, plan);
   const double repeats = profile.gradient_accumulation_steps;
   LaneSeconds lanes;
+  lanes.compute = repeats * profile.outside_seconds;
   for (std::size_t i = 0; i < plan.units.size(); ++i) {
     const UnitSeconds unit = unit_seconds(profile.units[i], profile);
     const UnitPlan& placed = plan.units[i];

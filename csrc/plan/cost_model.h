@@ -11,12 +11,13 @@
 namespace autohete {
 
 // Upper bound of the device's peak, from what the engine allocates. There always:
-//   parameter blocks of units planned on the device + window slots of the largest offloaded block
+//   parameter blocks of units planned on the device + the window's slots: as large as the largest,
+//   the second largest, ... offloaded block
 //   + optimizer state (and, where they persist, gradients) of units updated on the device
-//   + the three largest gradients that leave (one being computed, two leaving) +
-//   fixed_device_bytes.
+//   + fixed_device_bytes.
 // On top, the largest over the visits of backward: what earlier units saved, all the running
-// unit's activations and temporaries, gradients that have appeared.
+// unit's activations, temporaries and gradients, device gradients that have appeared, and of those
+// that go to the host the two largest of the units whose backward is over.
 std::size_t device_peak_bytes(const Profile& profile, const Plan& plan);
 
 // The same walk, visit by visit: every unit's forward in order, then every backward in reverse.
@@ -27,6 +28,11 @@ struct DeviceVisit {
   std::size_t bytes;  // on the device while the unit runs
 };
 std::vector<DeviceVisit> device_visits(const Profile& profile, const Plan& plan);
+// With the bytes of other units' gradients that are leaving while each unit runs as they were seen
+// (Simulation::leaving_bytes), in place of the bound.
+std::vector<DeviceVisit> device_visits(const Profile& profile, const Plan& plan,
+                                       const std::vector<std::size_t>& leaving);
+std::size_t largest_visit(const std::vector<DeviceVisit>& visits);
 
 // Pinned and ordinary host memory: state and gradients of units updated on the host, their
 // parameter blocks (or the copy kept of them when only the state is offloaded), a second copy of

@@ -3,7 +3,6 @@
 #include "csrc/plan/formulation.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 
 #include "csrc/base/check.h"
@@ -13,11 +12,11 @@ namespace autohete {
 namespace {
 
 constexpr double kTieBreak = 1e-6;
-constexpr int kMaxSegmentsForTriples = 10;  // 220 rows; past it three of the widest are assumed
+constexpr std::size_t kMaxChoices = 220;  // of largest layers; past it all are as large as one
 
 // Indices of the variables of one segment.
 struct SegmentVariables {
-  int c, p, o, y, z, x, r, forward, backward;
+  int c, p, o, y, z, q, x, r, forward, backward;
 };
 
 class Builder {
@@ -61,7 +60,7 @@ class Builder {
   void set_scales() {
     double device = static_cast<double>(profile_.fixed_device_bytes) + 1;
     double host = static_cast<double>(profile_.fixed_host_bytes) + 1;
-    double time = 0;
+    double time = profile_.outside_seconds;
     int units = 0;
     for (const Segment& s : out_.segments) {
       const UnitProfile& u = s.unit;
@@ -112,6 +111,7 @@ class Builder {
       SegmentVariables& v = of_[g];
       v.y = indicator("y" + tag, v.o, n);
       v.z = indicator("z" + tag, v.p, n);
+      v.q = indicator("q" + tag, v.c, n);
       v.x = new_variable("x" + tag, n);
       at_least(v.x, Expression().add(v.c, 1).add(v.o, 1).add(-n));
       v.r = new_variable("r" + tag, 1);
@@ -127,22 +127,24 @@ class Builder {
 
   void add_memory() {
     const int window = new_variable("window", kUnlimited);
-    const int leaving = new_variable("leaving", kUnlimited);
+    std::vector<int> leaving;
+    for (int g = 0; g < num_segments(); ++g)
+      leaving.push_back(new_variable("leaving" + std::to_string(g), kUnlimited));
     out_.device = new_variable("device", device_units(budgets_.device_bytes));
     out_.host = new_variable("host", host_units(budgets_.host_bytes));
+    add_slots(window);
+    for (int g = 0; g < num_segments(); ++g) add_leaving_gradients(leaving[g], g);
+    const Expression base = always_on_device(window);
     for (int g = 0; g < num_segments(); ++g) {
-      const double slots = options_.window * device_units(segment(g).largest_param_bytes);
-      at_least(window, Expression().add(of_[g].z, slots));
+      Expression with_leaving = base;
+      add_device_rows(g, with_leaving.add(leaving[g], 1));
     }
-    add_leaving_gradients(leaving);
-    const Expression base = always_on_device(window, leaving);
-    for (int g = 0; g < num_segments(); ++g) add_device_rows(g, base);
     add_host_row();
   }
 
-  Expression always_on_device(int window, int leaving) const {
+  Expression always_on_device(int window) const {
     Expression base;
-    base.add(device_units(profile_.fixed_device_bytes)).add(window, 1).add(leaving, 1);
+    base.add(device_units(profile_.fixed_device_bytes)).add(window, 1);
     for (int g = 0; g < num_segments(); ++g) {
       const UnitProfile& u = segment(g).unit;
       const double n = segment(g).count;
@@ -176,15 +178,34 @@ class Builder {
     first.add(device_units(std::max(u.activation_bytes, u.checkpoint_bytes + again)));
     first.add(device_units(u.temporary_bytes));
     last.add(device_units(u.temporary_bytes));
-    if (!profile_.gradients_persist) {
+    const double own = device_units(segment(g).largest_grad_bytes);
+    if (profile_.gradients_persist) {
+      last.add(of_[g].y, own);
+    } else {
       for (int h = g; h < num_segments(); ++h) {
         first.add(device_gradients(h));
         if (h > g) last.add(device_gradients(h));
       }
-      last.add(device_units(u.grad_bytes));
+      first.add(of_[g].y, own);
+      last.add(std::max(own, device_units(u.grad_bytes)));  // wherever it goes
       at_least(out_.device, first);
+      at_least(out_.device, last_recomputed(g, base));
     }
     at_least(out_.device, last);
+  }
+
+  // The visit of the last unit that is recomputed: fewer gradients have appeared before it than
+  // before the first unit, and more than at the last.
+  Expression last_recomputed(int g, Expression row) const {
+    const UnitProfile& u = segment(g).unit;
+    const SegmentVariables& v = of_[g];
+    for (int h = 0; h < g; ++h) row.add(saved(h));
+    for (int h = g; h < num_segments(); ++h) row.add(device_gradients(h));
+    const double gradients = device_units(u.grad_bytes);
+    row.add(v.c, device_units(u.checkpoint_bytes) - gradients);
+    row.add(v.q, device_units(segment(g).largest_recomputed_bytes) + gradients);
+    row.add(v.y, device_units(segment(g).largest_grad_bytes));
+    return row.add(device_units(u.temporary_bytes));
   }
 
   void add_host_row() {
@@ -199,33 +220,61 @@ class Builder {
     at_least(out_.host, host);
   }
 
-  // The gradients of three units may be on the device on their way to the host: one being
-  // computed, two leaving. A segment that offloads anything may be up to min(3, n) of them.
-  void add_leaving_gradients(int leaving) {
-    const int num = num_segments();
-    if (num > kMaxSegmentsForTriples) {
-      for (int g = 0; g < num; ++g) {
-        at_least(leaving,
-                 Expression().add(of_[g].y, 3 * device_units(segment(g).largest_grad_bytes)));
-      }
-      return;
+  // A layer that may be among the largest: what it takes where the segment's indicator is on.
+  struct Candidate {
+    int indicator;
+    double size;
+    int count;  // layers of that size
+  };
+
+  // The window's slots are as large as the largest offloaded layers.
+  void add_slots(int window) {
+    std::vector<Candidate> layers;
+    for (int g = 0; g < num_segments(); ++g) {
+      const Segment& s = segment(g);
+      layers.push_back({of_[g].z, device_units(s.largest_param_bytes), s.count * s.period});
     }
-    for (int a = 0; a < num; ++a) {
-      for (int b = a; b < num; ++b) {
-        for (int c = b; c < num; ++c) add_triple(leaving, {a, b, c});
-      }
-    }
+    add_largest(window, layers, options_.window);
   }
 
-  void add_triple(int leaving, std::array<int, 3> triple) {
-    Expression expression;
-    std::vector<int> taken(num_segments(), 0);
-    for (const int g : triple) {
-      if (++taken[g] > segment(g).count * segment(g).period)
-        continue;  // a shorter segment gives what it has
-      expression.add(of_[g].y, device_units(segment(g).largest_grad_bytes));
+  // While a layer of the segment runs backward, two of it and of later ones may be on their way.
+  void add_leaving_gradients(int leaving, int g) {
+    std::vector<Candidate> layers;
+    for (int h = g; h < num_segments(); ++h) {
+      const Segment& s = segment(h);
+      const int others = s.count * s.period - (h == g ? 1 : 0);
+      layers.push_back({of_[h].y, device_units(s.largest_grad_bytes), others});
     }
-    at_least(leaving, expression);
+    add_largest(leaving, layers, 2);
+  }
+
+  // variable >= the sizes of every choice of `how_many` layers; where those are too many, of as
+  // many of one size.
+  void add_largest(int variable, const std::vector<Candidate>& layers, int how_many) {
+    std::vector<Expression> choices;
+    choose(layers, 0, how_many, Expression(), choices);
+    if (choices.size() > kMaxChoices) {
+      choices.clear();
+      for (const Candidate& layer : layers)
+        choices.push_back(Expression().add(layer.indicator, how_many * layer.size));
+    }
+    for (Expression& choice : choices) at_least(variable, std::move(choice));
+  }
+
+  // Fewer are left out: all there are of a smaller size would fit too.
+  void choose(const std::vector<Candidate>& layers, std::size_t from, int how_many,
+              const Expression& chosen, std::vector<Expression>& choices) const {
+    if (choices.size() > kMaxChoices) return;
+    if (how_many == 0 || from == layers.size()) {
+      choices.push_back(chosen);
+      return;
+    }
+    const Candidate& layer = layers[from];
+    for (int taken = std::min(how_many, layer.count); taken >= 0; --taken) {
+      Expression more = chosen;
+      more.add(layer.indicator, taken * layer.size);
+      choose(layers, from + 1, how_many - taken, more, choices);
+    }
   }
 
   void add_segment_times() {
@@ -257,12 +306,14 @@ class Builder {
     const double n = segment(g).count, again = segment(g).recompute_seconds;
     const double b = seconds(g).backward, download = seconds(g).download;
     const SegmentVariables& v = of_[g];
-    at_least(v.backward, Expression().add(n * b).add(v.c, again));
+    // The loss comes before the last segment's backward; uploads go on meanwhile.
+    const double loss = g + 1 == num_segments() ? profile_.outside_seconds / out_.time_scale : 0;
+    at_least(v.backward, Expression().add(n * b + loss).add(v.c, again));
     at_least(v.backward, streaming(g));
-    at_least(v.backward, streaming(g).add(n * b).add(v.o, -b));
+    at_least(v.backward, streaming(g).add(n * b + loss).add(v.o, -b));
     if (download > b) {  // else the buffers never run out
       Expression leaving;
-      leaving.add(n * b + 2 * of_layer(g).backward - 3 * of_layer(g).download);
+      leaving.add(n * b + loss + 2 * of_layer(g).backward - 3 * of_layer(g).download);
       leaving.add(v.o, download - b);
       at_least(v.backward, leaving);
       at_least(v.backward, leaving.add(v.c, again).add(v.o, -again));

@@ -10,25 +10,32 @@
 // mean layer's seconds. r's a is the largest layer's, as only one is recomputed at a time.
 //
 // Variables per segment g of n identical units, all >= 0 (meaning of c, p, o: segments.h):
-//   c, p, o   integers;   y = [o > 0], z = [p > 0];   x >= c + o - n;   r >= c - n + 1
+//   c, p, o   integers;   y = [o > 0], z = [p > 0];   q = [c > 0];   x >= c + o - n;   r >= c - n + 1
 //   F, B      seconds of the segment's forward and backward, stalls for parameters included
 // and for the whole step:
-//   window, leaving     bytes of the device's slots, and of gradients on their way out
+//   window       bytes of the device's slots
+//   leaving_g    bytes of gradients on their way out while a unit of the segment runs backward
 //   device, host        bytes;    T seconds of a step in the steady state
 //
 // Memory rows. The device's peak is at a visit of backward; inside a segment the sum is convex in
 // the unit, so its two ends are enough (cost_model.h walks every unit and is never above these
 // rows):
-//   window >= w P z;   leaving >= every sum of three units' gradients among segments with y
-//   base = fixed + window + leaving + sum[ P(n-p) + S(n-o) ]  (+ sum G(n-o) if gradients persist)
-//   last unit:   device >= base + earlier and own(a(n-c) + k c) + a r + t  (+ later G(n-o) + G)
-//   first unit:  device >= base + earlier(a(n-c) + k c) + a + k + t + later and own G(n-o)
-//                (bracketed terms, and this row, only where gradients do not persist)
+//   window >= every sum of w layers' P among segments with z
+//   leaving_g >= every sum of two other layers' G among own and later segments with y
+//   base = fixed + window + leaving_g + sum[ P(n-p) + S(n-o) ]
+//   last unit:   device >= base + earlier and own(a(n-c) + k c) + a r + t
+//                          + sum G(n-o) + G y, or where gradients do not persist later G(n-o) + G
+//   and, where gradients do not persist:
+//   first unit:  device >= base + earlier(a(n-c) + k c) + a + k + t + later and own G(n-o) + G y
+//   last one that is recomputed:
+//                device >= base + earlier(a(n-c) + k c) + k c + a q + t + later and own G(n-o)
+//                          - G(c - q) + G y
 //   host >= fixed + sum[ (S + G) o + P p + master (o - p) ]  (+ sum (S + G) o if it speculates)
 // Time rows (f, b forward and backward, H upload, D download, U and A update on CPU and device;
 // m accumulation steps; w window; one-machine bounds "released here, due there"):
 //   F >= n f;              F >= (p-w)H;   F >= (n-o) f + (p-w)H
 //   B >= n b + c f;        B >= (p-w)H;   B >= (n-o) b + (p-w)H
+//   (to the last segment's first, third and next bound, outside_seconds is added)
 //   B >= (n-o+2) b + (o-3)D [+ (c-o) f]   where D > b: three gradient buffers
 //   T >= m sum(F+B) + sum (n-o)A;  T >= sum o U;  T >= m sum o D;  T >= sum[(o-p)H' + 2 m p H - w H
 //   z] and, for each segment with something to update, its own loop backward -> D2H -> update ->

@@ -51,6 +51,9 @@ struct Profile {
   HardwareProfile hardware;
   std::size_t fixed_device_bytes = 0;  // inputs, logits, loss and what else no unit owns
   std::size_t fixed_host_bytes = 0;
+  // Compute of each forward and backward pass that is no unit's: the loss, the loop itself. It
+  // falls between the last forward and the first backward.
+  double outside_seconds = 0;
   int gradient_accumulation_steps = 1;
   // Gradients of units updated on the device live on through the next forward (preallocated, or
   // zeroed late). False: they appear during backward and are gone before the next forward.
@@ -80,7 +83,7 @@ struct Plan {
   std::size_t chunk_bytes = std::size_t{4} << 20;
   // Predictions. Zero when nothing was predicted (a plan written by hand).
   double step_seconds = 0;
-  std::size_t device_peak_bytes = 0;
+  std::size_t device_peak_bytes = 0;  // expected; what fits is decided by cost_model.h's bound
   std::size_t host_bytes = 0;
   std::string solver;        // "glpk" or "enumeration"
   std::string binding_lane;  // "compute", "h2d", "d2h", "cpu"

@@ -61,8 +61,9 @@ void require_feasible(const Profile& profile, const Budgets& budgets,
 }
 
 void predict_plan(const Profile& profile, Plan& plan, const SimulationPolicy& policy) {
-  plan.step_seconds = simulate(profile, plan, policy).step_seconds;
-  plan.device_peak_bytes = device_peak_bytes(profile, plan);
+  const Simulation simulation = simulate(profile, plan, policy);
+  plan.step_seconds = simulation.step_seconds;
+  plan.device_peak_bytes = largest_visit(device_visits(profile, plan, simulation.leaving_bytes));
   plan.host_bytes = host_bytes(profile, plan);
   plan.binding_lane = binding_lane(lane_seconds(profile, plan));
 }

@@ -24,7 +24,9 @@ struct UnitState {
   bool host_parameters = false;
   bool host_state = false;
   bool trainable = false;
-  double backward = 0;  // recomputed forward included
+  double backward = 0;  // recomputed forward included, and the loss in the last unit's
+  std::size_t grad_bytes = 0;
+  std::size_t others_leaving = 0;  // when a backward began
   int chunks_up = 1;
   int chunks_down = 1;
   int downloads = 0;        // finished
@@ -77,6 +79,8 @@ class Simulator {
     state.host_state = plan.units[i].optimizer_state == Tier::kHost && state.trainable;
     const bool recompute = plan.units[i].activations == ActivationRule::kRecompute;
     state.backward = state.seconds.backward + (recompute ? state.seconds.forward : 0);
+    if (i + 1 == static_cast<int>(plan.units.size())) state.backward += profile.outside_seconds;
+    state.grad_bytes = unit.grad_bytes;
     state.chunks_up = num_chunks(unit.param_bytes, profile.chunk_bytes);
     state.chunks_down = num_chunks(unit.grad_bytes, profile.chunk_bytes);
     return state;
@@ -129,12 +133,20 @@ class Simulator {
         lanes_.begin(SimulatedLane::kCompute, visited_unit(), "forward", unit.seconds.forward);
         break;
       case Action::kBackward:
+        note_leaving(units_[visited_unit()]);
         lanes_.begin(SimulatedLane::kCompute, visited_unit(), "backward", unit.backward);
         break;
       case Action::kDeviceUpdate:
         lanes_.begin(SimulatedLane::kCompute, visited_unit(), "update", unit.seconds.device_update);
     }
     return true;
+  }
+
+  void note_leaving(UnitState& running) const {
+    if (step_ < policy_.steps / 2) return;
+    std::size_t bytes = d2h().busy ? units_[d2h().unit].grad_bytes : 0;
+    for (const auto& entry : downloads_) bytes += units_[entry.second].grad_bytes;
+    running.others_leaving = std::max(running.others_leaving, bytes);
   }
 
   bool may_visit() const {
@@ -402,6 +414,7 @@ class Simulator {
     for (const UnitState& unit : units_) {
       out.compute_seconds += repeats_ * (unit.seconds.forward + unit.backward);
       if (!unit.host_state) out.compute_seconds += unit.seconds.device_update;
+      out.leaving_bytes.push_back(unit.others_leaving);
     }
     out.gap_seconds = mean_of_second_half(gaps_);
     out.spans = std::move(spans_);

@@ -10,6 +10,7 @@
 // unit alone. Several steps are simulated; the period of the last ones is the prediction.
 #pragma once
 
+#include <cstddef>
 #include <string>
 #include <vector>
 
@@ -44,6 +45,9 @@ struct Simulation {
   // Mean wait between the end of a step's compute (device updates included) and the first forward
   // of the next one, over the second half of the steps.
   double gap_seconds = 0;
+  // By unit: the gradients of other units that are on the device, on their way out, when its
+  // backward begins; the most over the second half of the steps.
+  std::vector<std::size_t> leaving_bytes;
   std::vector<SimulatedSpan> spans;  // of all steps, in order of their ends; empty unless asked for
 };
 

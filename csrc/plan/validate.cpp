@@ -72,6 +72,7 @@ void validate(const Profile& profile) {
   validate(profile.hardware);
   require_bytes("profile", "fixed_device_bytes", profile.fixed_device_bytes);
   require_bytes("profile", "fixed_host_bytes", profile.fixed_host_bytes);
+  require_seconds("profile", "outside_seconds", profile.outside_seconds);
   require(profile.chunk_bytes >= 1, "profile: chunk_bytes is 0, expected at least 1");
   const int m = profile.gradient_accumulation_steps;
   require(m >= 1 && m <= 1000000, "profile: gradient_accumulation_steps is ", m,

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <functional>
 #include <thread>
 #include <tuple>
 #include <utility>
@@ -34,22 +35,23 @@ void Engine::configure(std::vector<UnitBlocks> units, EngineOptions options) {
   slots_.clear();
   units_.clear();
   num_leaving_ = 0;
-  std::size_t slot_bytes = 0;
-  int offloaded_units = 0;
+  std::vector<std::size_t> sizes;
   for (UnitBlocks& blocks : units) {
     Unit unit;
     unit.blocks = std::move(blocks);
     if (offloaded(unit)) {
-      slot_bytes = std::max(slot_bytes, unit.blocks.param_bytes);
-      ++offloaded_units;
+      sizes.push_back(std::max(unit.blocks.param_bytes, kBlockAlignment));
     } else {
       unit.state.residency = Residency::kResident;
     }
     units_.push_back(std::move(unit));
   }
-  // Kernels queued earlier may still use memory that the allocator has given again.
-  for (int i = 0; i < std::min(options.window, offloaded_units); ++i) {
-    BlockPtr block = store_.allocate_device(slot_bytes, "a parameter slot");
+  // As large as the largest units: whichever are here at once, they find slots. Kernels queued
+  // earlier may still use memory that the allocator has given again.
+  std::sort(sizes.begin(), sizes.end(), std::greater<>());
+  sizes.resize(std::min(sizes.size(), static_cast<std::size_t>(options.window)));
+  for (const std::size_t bytes : sizes) {
+    BlockPtr block = store_.allocate_device(bytes, "a parameter slot");
     slots_.push_back(Slot{std::move(block), -1, device_.record(kComputeStream)});
   }
   if (!upload_lane_ || options.chunk_bytes != chunk_bytes_) {
@@ -135,7 +137,8 @@ BlockPtr Engine::acquire(int index, Direction direction) {
     // Slots on their way to other units (the module order changed) become free to take in time.
     const auto slot_in = [&](Residency residency) {
       return std::any_of(slots_.begin(), slots_.end(), [&](const Slot& slot) {
-        return slot.unit >= 0 && units_[slot.unit].state.residency == residency;
+        return slot.unit >= 0 && units_[slot.unit].state.residency == residency &&
+               slot.block->bytes() >= unit.blocks.param_bytes;
       });
     };
     while (!take_slot(index) && slot_in(Residency::kUploading)) {
@@ -221,7 +224,8 @@ void Engine::take_back() {
   for (Unit& unit : units_) unit.given_out = false;
 }
 
-// With mutex_ held. Finds a slot for the unit: a free one, or the one whose bytes are needed last.
+// With mutex_ held. Finds a slot that the unit fits in: the smallest that is free, or the one whose
+// bytes are needed last.
 bool Engine::take_slot(int index) {
   const int num_units = static_cast<int>(units_.size());
   const auto distance = [&](int unit) {
@@ -230,10 +234,12 @@ bool Engine::take_slot(int index) {
   int best = -1;
   for (int i = 0; i < static_cast<int>(slots_.size()); ++i) {
     const int holder = slots_[i].unit;
+    if (slots_[i].block->bytes() < units_[index].blocks.param_bytes) break;  // largest first
     if (holder < 0) {
       best = i;
-      break;
+      continue;
     }
+    if (best >= 0 && slots_[best].unit < 0) continue;
     if (units_[holder].state.residency != Residency::kResident || holder == waiting_) continue;
     if (index != position_ && distance(holder) <= distance(index)) continue;
     if (best < 0 || distance(holder) > distance(slots_[best].unit)) best = i;

@@ -50,7 +50,8 @@ struct UnitBlocks {
 };
 
 struct EngineOptions {
-  int window = 2;  // device slots for parameters that live on the host
+  int window = 2;  // device slots for parameters that live on the host, the largest unit's size,
+                   // the second largest's, ...
   std::size_t chunk_bytes = std::size_t{4} << 20;
   // How other systems order the same work, to race them on the same lanes.
   bool priority_order = true;      // false: first in, first out on every lane

@@ -108,9 +108,26 @@ def test_after_planning_the_advice_names_the_smallest_gpu_mem_of_the_measured_pr
     for step in range(2):
         loop(3, trained, optimizer, step)
     least = minimum_gpu_mem(trained.run.profile, trained.run.cpu_mem, window=2)
+    trained(*batch(2, rows=3))
     with pytest.raises(torch.OutOfMemoryError, match=f"{least} bytes"):
-        loop(64, trained, optimizer, 2)
+        torch.zeros(1 << 20)  # where the loss would be
     trained.unwrap()
+
+
+def test_inputs_that_no_plan_can_hold_are_refused_before_anything_is_computed():
+    trained, optimizer = wrapped("700KiB")
+    for step in range(2):
+        loop(3, trained, optimizer, step)
+    trained.run.side.reset_peak()
+    before = trained.run.side.peak()
+    with pytest.raises(torch.OutOfMemoryError, match="nothing was computed yet") as refused:
+        loop(64, trained, optimizer, 2)
+    assert trained.run.side.peak() == before
+    needed = int(re.search(r"gpu_mem=(\d+) bytes", str(refused.value))[1])
+    trained.unwrap()
+    roomy, optimizer = wrapped(needed * 2)
+    loop(64, roomy, optimizer, 0)
+    roomy.unwrap()
 
 
 @pytest.mark.parametrize("when", [0, 2])

@@ -70,6 +70,7 @@ def random_profile(rng: random.Random, max_segments: int = 3, max_count: int = 5
         device_params_per_second=10 ** rng.uniform(6, 8),
         fixed_device_bytes=rng.randint(0, 10**5),
         fixed_host_bytes=rng.randint(0, 10**5),
+        outside_seconds=rng.choice([0.0, rng.uniform(0, 0.1)]),
         gradients_persist=rng.random() < 0.5,
         gradient_accumulation_steps=rng.choice([1, 1, 1, 3]),
     )
@@ -116,8 +117,8 @@ def walk_peak(profile: _C.Profile, plan: _C.Plan) -> int:
     on_host = _C.Tier.HOST
     always += sum(u.param_bytes for u, p in pairs if p.parameters != on_host)
     always += sum(u.state_bytes for u, p in pairs if p.optimizer_state != on_host)
-    always += plan.window * max([u.param_bytes for u, p in pairs if p.parameters == on_host] + [0])
-    always += sum(sorted((u.grad_bytes for u, p in pairs if p.gradients == on_host))[-3:])
+    offloaded = sorted(u.param_bytes for u, p in pairs if p.parameters == on_host)
+    always += sum(offloaded[-plan.window :])
 
     def saved(u: _C.UnitProfile, p: _C.UnitPlan) -> int:
         again = p.activations == _C.ActivationRule.RECOMPUTE
@@ -129,6 +130,8 @@ def walk_peak(profile: _C.Profile, plan: _C.Plan) -> int:
             now += unit.activation_bytes
         alive = pairs if profile.gradients_persist else pairs[i:]
         now += sum(u.grad_bytes for u, p in alive if p.gradients != on_host)
+        later = sorted(u.grad_bytes for u, p in pairs[i + 1 :] if p.gradients == on_host)
+        now += sum(later[-2:]) + (unit.grad_bytes if placed.gradients == on_host else 0)
         visits.append(now)
     return always + max(visits)
 
@@ -171,9 +174,12 @@ def formula_seconds(
         c, p, o = counts[g]
         stream = p * s[g].H - window * one[g].H
         F.append(max(0, n[g] * s[g].f, stream, (n[g] - o) * s[g].f + stream))
-        B.append(max(0, n[g] * s[g].b + c * again[g], stream, (n[g] - o) * s[g].b + stream))
+        loss = profile.outside_seconds if g == len(segments) - 1 else 0
+        run = n[g] * s[g].b + loss
+        B.append(max(0, run + c * again[g], stream, run - o * s[g].b + stream))
         if s[g].b < s[g].D:
             leaving = (n[g] - o) * s[g].b + o * s[g].D + 2 * one[g].b - 3 * one[g].D
+            leaving += loss
             B[g] = max(B[g], leaving, leaving + (c - o) * again[g])
     bounds = [
         m * (sum(F) + sum(B)) + sum((n[g] - counts[g][2]) * s[g].A for g in every),

@@ -144,8 +144,8 @@ def test_device_row_is_never_below_the_walk_over_the_units(seed: int) -> None:
         )
 
 
-def test_device_row_is_exact_for_long_runs() -> None:
-    """Where each run offloads at least three units or none, the row is the walk."""
+def test_device_row_is_within_two_leaving_gradients_of_the_walk() -> None:
+    """The row takes two as leaving at the end of a run too, where none are yet."""
     profile = random_profile(random.Random(3), max_segments=1, max_count=1)
     unit = profile.units[0]
     unit.checkpoint_bytes = unit.activation_bytes // 10
@@ -157,4 +157,7 @@ def test_device_row_is_exact_for_long_runs() -> None:
         counts = as_counts([point])
         plan = _C.decode_plan(profile, counts, 2, spread=False)
         row = formulation.evaluate(counts)[formulation.device] * formulation.device_scale
-        assert row == pytest.approx(walk_peak(profile, plan), rel=1e-12), point
+        walked = walk_peak(profile, plan)
+        assert walked * (1 - 1e-12) <= row <= walked + 2 * unit.grad_bytes + 1, point
+        if point[2] == 0:
+            assert row == pytest.approx(walked, rel=1e-12), point

@@ -73,7 +73,7 @@ def test_a_plan_fits_both_budgets(solver: str, fraction: float) -> None:
     plan = planning.make_plan(profile, budget, "1GiB", solver=solver)
     assert plan.device_peak_bytes <= budget
     assert plan.host_bytes <= 2**30
-    assert plan.device_peak_bytes == planning.device_peak_bytes(profile, plan)
+    assert plan.device_peak_bytes <= planning.device_peak_bytes(profile, plan) <= budget
 
 
 def test_the_smallest_gpu_mem_fits_and_one_percent_less_does_not() -> None:
