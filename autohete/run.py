@@ -64,6 +64,15 @@ def _before_fork() -> None:
 os.register_at_fork(before=_before_fork)
 
 
+# What the engine counts of each lane; of compute, what it waited.
+_LANE_SECONDS = {
+    "compute": "wait_seconds",
+    "h2d": "h2d_busy_seconds",
+    "d2h": "d2h_busy_seconds",
+    "cpu": "cpu_busy_seconds",
+}
+
+
 class Run:
     """Wires units, hooks, guards, the engine and the optimizer together.
 
@@ -115,6 +124,8 @@ class Run:
         self._depth = 0  # of forwards of the whole model inside each other
         self._in_a_step = False  # a backward has run since the last one
         self._last_commit: float | None = None
+        self._shares_from: tuple[float, dict[str, Any]] | None = None
+        self._shares_to: tuple[float, dict[str, Any]] | None = None
         self.early = EarlyUpdates(weakref.proxy(self), config.updates_early())
         self._attach(masters_kept)
         _LIVE.add(self)
@@ -326,6 +337,7 @@ class Run:
         self.early.plan_changed()
         self.step_seconds.clear()
         self._last_commit = None
+        self._shares_from = None
 
     def end_forward(self) -> None:
         self._depth -= 1
@@ -471,8 +483,27 @@ class Run:
         self._count_step()
         return result
 
+    def lane_shares(self) -> dict[str, float]:
+        """Return what each lane was busy for, of the time from the plan's first step to the last.
+
+        Empty before the second step.
+        """
+        if self._shares_from is None or self._shares_to is None:
+            return {}
+        (start, before), (end, now) = self._shares_from, self._shares_to
+        if end <= start:
+            return {}
+        shares = {
+            f"{lane}_share": min((now[name] - before[name]) / (end - start), 1.0)
+            for lane, name in _LANE_SECONDS.items()
+        }
+        shares["compute_share"] = 1.0 - shares["compute_share"]
+        return shares
+
     def _count_step(self) -> None:
         now = time.perf_counter()
+        self._shares_to = (now, self.engine.counters())
+        self._shares_from = self._shares_from or self._shares_to
         if self._last_commit is not None:
             self.step_seconds.append(now - self._last_commit)
         self._last_commit = now

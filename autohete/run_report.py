@@ -52,6 +52,14 @@ class RunReport:
     wait_upload_seconds: float
     wait_gradients_seconds: float
     step_seconds_last: float | None = None
+    updates_ahead: int = 0
+    """Units updated before step(), of all updates."""
+    compute_share: float | None = None
+    """Of the time since the plan in use began: not waiting for the engine."""
+    h2d_share: float | None = None
+    """Likewise: copying to the device; to the host; updating on the CPU."""
+    d2h_share: float | None = None
+    cpu_share: float | None = None
     num_replans: int = 0
     """Plans made after the first one: for larger inputs, or after memory had run out."""
     replan_seconds: float = 0.0
@@ -75,6 +83,8 @@ class RunReport:
             step_seconds_last=run.step_seconds[-1] if run.step_seconds else None,
             num_replans=run.plans.num_replans,
             replan_seconds=run.plans.replan_seconds,
+            updates_ahead=counters["updates_ahead"],
+            **run.lane_shares(),
             details=_details_of(run),
             **{
                 k: counters[k]
@@ -136,6 +146,15 @@ class RunReport:
                 f"waited           {self.wait_update_seconds:.3f} s for updates, "
                 f"{self.wait_upload_seconds:.3f} s for uploads, "
                 f"{self.wait_gradients_seconds:.3f} s for gradients",
+                *(
+                    [
+                        f"lanes busy       compute {self.compute_share:.0%}, to the device "
+                        f"{self.h2d_share:.0%}, to the host {self.d2h_share:.0%}, CPU "
+                        f"{self.cpu_share:.0%}; {self.updates_ahead} units updated before step()"
+                    ]
+                    if self.compute_share is not None
+                    else []
+                ),
                 *(
                     [f"planned again    {self.num_replans} times, {self.replan_seconds:.3f} s"]
                     if self.num_replans

@@ -53,9 +53,7 @@ class Encoder(nn.Module):
 
 
 def _gpt(layers: int, width: int, **more: Any) -> Callable[[], nn.Module]:
-    return lambda: GPT(
-        GPTConfig(num_layers=layers, width=width, num_heads=4, dropout=0.0, **more)
-    )
+    return lambda: GPT(GPTConfig(num_layers=layers, width=width, num_heads=4, dropout=0.0, **more))
 
 
 class _Paced(torch.autograd.Function):

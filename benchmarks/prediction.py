@@ -177,8 +177,12 @@ def show(settings: list[Setting]) -> None:
 @click.command()
 @click.option("--steps", default=12, show_default=True, help="Measured, of each setting.")
 @click.option("--only", default="", help="Only models whose name contains this.")
-@click.option("--paced", default=0.0, help="Seconds that each layer takes for a row, instead of "
-              "computing on 128 tokens: for a machine on which others run.")
+@click.option(
+    "--paced",
+    default=0.0,
+    help="Seconds that each layer takes for a row, instead of "
+    "computing on 128 tokens: for a machine on which others run.",
+)
 @click.option("--json", "path", type=click.Path(dir_okay=False), help="Where the figures go.")
 def main(steps: int, only: str, paced: float, path: str | None) -> None:
     """Print predicted and measured step times and device peaks of 24 settings."""

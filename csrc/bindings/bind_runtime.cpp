@@ -6,6 +6,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <array>
 #include <iterator>
 #include <memory>
 #include <string>
@@ -116,6 +117,10 @@ py::dict counters(TorchEngine& self) {
   out["wait_update_seconds"] = c.wait_update_seconds;
   out["wait_upload_seconds"] = c.wait_upload_seconds;
   out["wait_gradients_seconds"] = c.wait_gradients_seconds;
+  const std::array<double, 4> busy = self.engine().timeline().busy_seconds();
+  const char* const names[] = {"wait_seconds", "h2d_busy_seconds", "d2h_busy_seconds",
+                               "cpu_busy_seconds"};
+  for (int lane = 0; lane < 4; ++lane) out[names[lane]] = busy[lane];
   return out;
 }
 

@@ -1,0 +1,48 @@
+"""What report() says of the lanes."""
+
+from __future__ import annotations
+
+from models import make_gpt
+from oracle import adamw, forced_plan, plain_loop
+
+from autohete import AutoHeteWrapper
+
+SHARES = ("compute_share", "h2d_share", "d2h_share", "cpu_share")
+
+
+def report_of(steps, update_rate=None):
+    model = make_gpt()
+    optimizer = adamw(model)
+    wrapped = AutoHeteWrapper(
+        model, optimizer, gpu_mem="1GiB", plan=forced_plan(model, "all"), profile_path=None
+    )
+    wrapped.to("cpu")
+    if update_rate is not None:
+        wrapped.run.engine.set_update_rate(update_rate)
+    for step in range(steps):
+        plain_loop(wrapped, optimizer, step)
+    report = wrapped.report()
+    wrapped.unwrap()
+    return report
+
+
+def test_shares_are_not_known_before_two_steps():
+    report = report_of(1)
+    assert all(getattr(report, name) is None for name in SHARES)
+    assert "lanes busy" not in str(report)
+
+
+def test_every_lane_has_its_share_of_the_time():
+    report = report_of(6)
+    for name in SHARES:
+        assert 0 < getattr(report, name) <= 1
+    assert "lanes busy       compute" in str(report)
+    assert report.metrics()["autohete/cpu_share"] == report.cpu_share
+
+
+def test_a_slow_cpu_lane_is_the_busy_one_and_the_device_waits():
+    parameters = sum(p.numel() for p in make_gpt().parameters())
+    report = report_of(5, update_rate=parameters / 2.0)  # two seconds for an update of all
+    assert report.cpu_share > 0.7
+    assert report.compute_share < 0.5
+    assert report.cpu_share > max(report.h2d_share, report.d2h_share)
