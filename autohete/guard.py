@@ -12,11 +12,13 @@ covers those. See docs/adr/0002-guarded-tensors.md.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad
 
 _Tensor: Any = torch.Tensor  # descriptors: their types are not declared
 
@@ -40,8 +42,27 @@ _METADATA |= {
 }
 
 
+_GET_GRADIENT = _Tensor.grad.__get__
+# Who takes gradients and only hands them to functions that ask a guard first.
+_HARMLESS = {
+    function.__code__.co_filename
+    for function in (clip_grad.clip_grad_norm_.__wrapped__, torch.optim.Optimizer.__init__)
+}
+
 # What clipping asks of a gradient: its unit may know without looking.
 _ANSWERED = {torch.linalg.vector_norm, torch.Tensor.mul_}
+
+
+# torch.compile'd functions of the user's must not trace into it: settling changes classes.
+_not_traced: Any = torch._disable_dynamo  # type: ignore[attr-defined]
+
+
+def _asking_file() -> str:
+    """The file of the code that touched a guard; not what keeps torch.compile out of here."""
+    frame = sys._getframe(2)
+    while frame.f_back and frame.f_code.co_filename.endswith(("_compile.py", "eval_frame.py")):
+        frame = frame.f_back
+    return frame.f_code.co_filename
 
 
 def _guarded(values: Any) -> Iterator[Guard]:
@@ -61,12 +82,21 @@ class Guard:
     answer: Callable[[Any, tuple[Any, ...]], Any] | None = None
     """(func, args) -> the result, or NotImplemented; of gradients that are only leaving."""
 
+    gradient_taken: Callable[[], None] | None = None
+    """Called when somebody gets a parameter's gradient: makes it final first."""
+
     @classmethod
+    @_not_traced
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+                if result is not None and func == _GET_GRADIENT and cls.gradient_taken:
+                    # What C++ code, DLPack or a raw pointer does with it is seen by nobody.
+                    if _asking_file() not in _HARMLESS:
+                        cls.gradient_taken()
+                return result
         if func in _ANSWERED and not kwargs and isinstance(args[0], Guard):
             answer = type(args[0]).answer
             result = answer(func, args) if answer else NotImplemented
@@ -99,6 +129,7 @@ class UnitGuard:
         settle: makes parameters, gradients and moments final; called on the first touch of one.
         settle_gradient: the same for gradients that are only leaving.
         answer: what may be answered for those without settling; see Guard.answer.
+        gradient_taken: called when somebody gets the gradient of a guarded parameter.
     """
 
     def __init__(
@@ -106,8 +137,11 @@ class UnitGuard:
         settle: Callable[[], None],
         settle_gradient: Callable[[], None],
         answer: Callable[[Any, tuple[Any, ...]], Any] | None = None,
+        gradient_taken: Callable[[], None] | None = None,
     ) -> None:
         body: dict[str, Any] = {"settle": staticmethod(settle)}
+        if gradient_taken is not None:
+            body["gradient_taken"] = staticmethod(gradient_taken)
         self._parameter: Any = type("Parameter", (Guard, nn.Parameter), dict(body))
         self._tensor: Any = type("Tensor", (Guard, torch.Tensor), dict(body))
         body = {"settle": staticmethod(settle_gradient)}

@@ -44,7 +44,14 @@ def check_types(model: object, optimizer: object) -> None:
 
 
 def check_pair(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise ValueError unless the optimizer's parameters are the model's and nothing is wrapped."""
+    """Raise ValueError unless the optimizer's parameters are the model's and nothing is wrapped.
+
+    A wrapper that the user has let go of without unwrap() gives the model back first.
+    """
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, HookedForward) and forward.run is not None:
+            forward.run.leave_if_dropped()
     if any(isinstance(vars(m).get("forward"), HookedForward) for m in model.modules()):
         raise ValueError(
             f"model: this {type(model).__name__} is wrapped already, expected a plain module; "

@@ -116,6 +116,7 @@ class Run:
             for index, unit in enumerate(self.units)
             if any(type(p) is not nn.Parameter for p in unit.parameters)
         ]
+        self.owner: Callable[[], Any] | None = None  # the wrapper, weakly
         self.lock = threading.RLock()  # one forward at a time, and no step beside it
         self._users = [0] * len(self.units)
         self._committed = [False] * len(self.units)
@@ -216,6 +217,11 @@ class Run:
         move_buffers(self.model, target)
         self.side.close()
 
+    def leave_if_dropped(self) -> None:
+        """Detach where nobody has the wrapper any more, who could call unwrap()."""
+        if self.owner is not None and self.owner() is None:
+            self.detach()
+
     @property
     def attached(self) -> bool:
         return bool(self._hooked)
@@ -246,7 +252,8 @@ class Run:
             alive = run()
             return NotImplemented if alive is None else alive.early.answer(index, func, args)
 
-        return UnitGuard(through(Run.settle), through(Run.settle_gradients), answer)
+        settle_gradients, taken = through(Run.settle_gradients), through(Run.gradients_taken)
+        return UnitGuard(through(Run.settle), settle_gradients, answer, taken)
 
     def _guard(self, index: int) -> None:
         if self.plans.is_managed(index) and self._users[index] == 0:
@@ -278,6 +285,11 @@ class Run:
         elif index < self.engine.num_units():
             self.engine.settle_gradients(index)
         self._guards[index].take_off_gradients(self.units[index].parameters)
+
+    def gradients_taken(self, index: int) -> None:
+        """Somebody gets a gradient before step(): it is final, and looked at again in step()."""
+        if not self._committed[index]:
+            self.settle_gradients(index)
 
     def rest(self) -> None:
         """Wait until nothing is in flight, outside of forward and backward; errors wait too."""

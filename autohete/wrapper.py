@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,9 @@ class AutoHeteWrapper(nn.Module):
 
     def _attach(self, device: torch.device) -> None:
         if self.run is None:
-            vars(self)["run"] = Run(self.module, self._optimizer, self._config, device)
+            run = Run(self.module, self._optimizer, self._config, device)
+            run.owner = weakref.ref(self)
+            vars(self)["run"] = run
             return
         have = self.run.side.torch_device
         if device.type != have.type or (device.index not in (None, have.index)):

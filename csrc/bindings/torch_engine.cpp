@@ -150,6 +150,7 @@ AheadWork TorchEngine::offer(int index) {
   TorchUnit& unit = *units_[index];
   Offer& offer = offers_[index];
   if ((!expectation_.update && !expectation_.measure) || unit.has_replaced()) return work;
+  if (unit.has_held_gradients()) return work;
   if (unit.plan().optimizer_state != Tier::kHost) return work;
   if (expectation_.update && !unit.has_aliases())
     offer.spans = expectation_.in_place ? unit.spans_ahead_in_place(expectation_.hypers)
@@ -245,7 +246,8 @@ bool TorchEngine::commit_ahead(int index, const std::vector<AdamSpan>& spans) {
   const Offer offer = std::exchange(offers_[index], {});
   TorchUnit& unit = *units_[index];
   if (!offer.open) return false;
-  const bool suspect = gradients_touched_[index] || !unit.offered_unchanged();
+  const bool suspect =
+      gradients_touched_[index] || !unit.offered_unchanged() || !unit.offered_alone();
   if (suspect && offer.in_place) {
     NoGil no_gil;  // there is no other way than to look
     handle_.device->synchronize(handle_.device->record(kComputeStream));
@@ -343,12 +345,12 @@ void TorchEngine::release(int index) {
   point(index, block);
 }
 
-void TorchEngine::send(int index, bool final) {
+void TorchEngine::send(int index, bool final, bool at_step) {
   TorchUnit& unit = *units_[index];
   if (unit.plan().gradients != Tier::kHost || !unit.has_unsent_gradients()) return;
   if (unit.gradients_leaving()) settle_leaving(index);
   withdraw(index);
-  std::vector<CopySegment> segments = unit.collect_gradients();
+  std::vector<CopySegment> segments = unit.collect_gradients(at_step);
   if (!unit.gradients_leaving()) return;
   leaving_.push_back(index);
   AheadWork ahead = final ? offer(index) : AheadWork();
@@ -521,8 +523,9 @@ void TorchEngine::commit(const std::vector<AdamHyper>& hypers) {
       unit.take_edits(copier());
       touched_[i] = false;
     }
-    send(i, /*final=*/false);
-    if (exchanged) settle_leaving(i);
+    const bool held = unit.has_held_gradients();  // and may be written to when we have returned
+    send(i, /*final=*/false, /*at_step=*/true);
+    if (exchanged || held) settle_leaving(i);
     std::vector<AdamSpan> spans = unit.make_spans(hypers);
     const bool ahead = commit_ahead(i, spans);
     gradients_touched_[i] = false;

@@ -120,7 +120,7 @@ class TorchEngine {
   void use_current_stream();
   void point(int unit, const BlockPtr& block);
   void land(bool all);
-  void send(int unit, bool final);
+  void send(int unit, bool final, bool at_step = false);
   void offer_landed(int unit);
   void settle_leaving(int unit);
   struct Offer {

@@ -140,10 +140,12 @@ HomedTensor TorchUnit::state_array(std::size_t i, int index) const {
       at::empty_strided({0}, {1}, at::TensorOptions().dtype(at::kFloat).device(device));
   const std::size_t bytes = static_cast<std::size_t>(value.numel()) * sizeof(float);
   // Resizable, as torch's own: it is an ordinary storage again after leave().
-  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, device),
-                       c10::GetAllocator(device.type()), /*resizable=*/true);
-  point_storage(*storage.unsafeGetStorageImpl(), state_, offset, device);
-  array.set_(storage, 0, value.sizes(), value.strides());
+  {
+    c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, device),
+                         c10::GetAllocator(device.type()), /*resizable=*/true);
+    point_storage(*storage.unsafeGetStorageImpl(), state_, offset, device);
+    array.set_(storage, 0, value.sizes(), value.strides());
+  }
   HomedTensor homed(array, offset);
   homed.move_into(state_, device);  // already there: takes note of the storage
   return homed;
@@ -270,7 +272,24 @@ void TorchUnit::take_edits(const CopyAndWait& copy) {
   if (params_device_ && params_host_) copy(params_host_, params_device_);
 }
 
-std::vector<CopySegment> TorchUnit::collect_gradients() {
+namespace {
+
+// Somebody has the gradient's memory by other means than the tensor, so it cannot move.
+bool is_held(const at::Tensor& gradient) {
+  return gradient.has_storage() && (gradient.storage().use_count() > 1 || has_array(gradient));
+}
+
+}  // namespace
+
+bool TorchUnit::has_held_gradients() const {
+  return std::any_of(parameters_.begin(), parameters_.end(), [&](const TorchParameter& parameter) {
+    const at::Tensor& gradient = parameter.value.tensor().grad();
+    return parameter.group >= 0 && gradient.defined() && !on_host(parameter, gradient) &&
+           is_held(gradient);
+  });
+}
+
+std::vector<CopySegment> TorchUnit::collect_gradients(bool at_step) {
   std::vector<CopySegment> segments;
   for (TorchParameter& parameter : parameters_) {
     if (parameter.group < 0) continue;
@@ -283,6 +302,7 @@ std::vector<CopySegment> TorchUnit::collect_gradients() {
       leaving_ = true;
       continue;
     }
+    if (!at_step && is_held(gradient)) continue;
     parameter.gradient_factor = 1.0F;
     // The user kept last step's gradient: it gets memory of its own.
     if (auto landed = parameter.landed.lock()) copy_out(*landed, Tier::kHost);
@@ -345,6 +365,7 @@ bool TorchUnit::land_gradients() {
       again = true;  // still this parameter's p.grad: collect_gradients() finds it
       continue;
     }
+    if (is_held(gradient)) continue;
     c10::StorageImpl* storage = gradient.storage().unsafeGetStorageImpl();
     point_storage(*storage, gradients_host_, parameter.gradient_offset, gradient.device());
     parameter.landed_version = gradient._version();
@@ -540,8 +561,14 @@ bool TorchUnit::offered_unchanged() const {
          std::all_of(parameters_.begin(), parameters_.end(), [](const TorchParameter& parameter) {
            const at::Tensor& gradient = parameter.value.tensor().grad();
            return gradient._version() == parameter.offered_version &&
-                  gradient.storage().use_count() == 1;
+                  gradient.storage().use_count() == 1 && !has_array(gradient);
          });
+}
+
+bool TorchUnit::offered_alone() const {
+  return std::all_of(parameters_.begin(), parameters_.end(), [](const TorchParameter& parameter) {
+    return parameter.value.tensor().grad().use_count() == 1;
+  });
 }
 
 void TorchUnit::swap_spare() {

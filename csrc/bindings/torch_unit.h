@@ -99,8 +99,10 @@ class TorchUnit {
 
   // What has to go to the host now: gradients that are new, or changed while leaving. Marks them
   // as leaving. A CUDA gradient that kernels changed on the host is marked without a segment: its
-  // bytes are final when those kernels are done.
-  std::vector<CopySegment> collect_gradients();
+  // bytes are final when those kernels are done. One whose memory somebody else points at (a NumPy
+  // array, a storage) stays where it is and goes `at_step`, with what is in it then.
+  std::vector<CopySegment> collect_gradients(bool at_step = false);
+  bool has_held_gradients() const;
   // Some parameter has a gradient that is neither on the host nor on its way, or changed on its
   // way.
   bool has_unsent_gradients() const;
@@ -146,6 +148,8 @@ class TorchUnit {
   bool offered_there() const;
   // And unchanged as far as torch knows, and nobody else has a view of them.
   bool offered_unchanged() const;
+  // Nobody else has the tensors themselves.
+  bool offered_alone() const;
   // The spare blocks become the unit's, and the other way round.
   void swap_spare();
   // Gradients as tensors over the host block, for reading on any thread (undefined where missing).

@@ -97,6 +97,7 @@ void HomedTensor::move_into(const BlockPtr& block, c10::Device device) {
   source.reset();
   storage_ = tensor_.storage();
   owners_ = storage_.use_count();
+  was_resizable_ = !has_array(tensor_);
   point_storage(*storage_.unsafeGetStorageImpl(), block, offset_, device);
 }
 

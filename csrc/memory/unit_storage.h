@@ -31,6 +31,12 @@ bool owns_its_storage(const at::Tensor& tensor);
 // True when the storage was pointed at a block: it belongs to a unit.
 bool stands_in_a_block(const c10::Storage& storage);
 
+// A NumPy array of this very tensor was made at some time: torch forbids its storage to be resized
+// from then on, and nothing else tells. (One of a detached tensor is an owner of the storage.)
+inline bool has_array(const at::Tensor& tensor) {
+  return tensor.has_storage() && !tensor.storage().unsafeGetStorageImpl()->resizable();
+}
+
 class HomedTensor {
  public:
   HomedTensor() = default;
@@ -57,7 +63,11 @@ class HomedTensor {
   void leave(const BlockPtr& block, c10::Device device);
   // Somebody holds the storage who did not when it moved in: a view, a NumPy array of p.detach(), a
   // saved tensor of a graph.
-  bool has_aliases() const { return tensor_.defined() && storage_.use_count() > owners_; }
+  bool has_aliases() const {
+    return tensor_.defined() &&
+           (storage_.use_count() > owners_ ||
+            (!tensor_.requires_grad() && was_resizable_ && has_array(tensor_)));
+  }
   // The user gave the tensor another storage, dtype or size since move_into (p.data = x).
   bool replaced() const;
   // False when somebody gave the storage itself other memory (share_memory_()).
@@ -68,7 +78,8 @@ class HomedTensor {
   std::size_t offset_ = 0;
   std::size_t bytes_ = 0;
   std::size_t owners_ = 0;  // of the storage when it moved in
-  c10::Storage storage_;    // the one we point; held, since the user may give the tensor another
+  bool was_resizable_ = false;
+  c10::Storage storage_;  // the one we point; held, since the user may give the tensor another
 };
 
 }  // namespace autohete

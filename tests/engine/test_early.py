@@ -11,6 +11,7 @@ from models import batch, make_gpt
 from oracle import adamw, assert_bit_equal, forced_plan, plain_loop, train
 
 from autohete import AutoHeteWrapper
+from autohete.run import Run
 
 STEPS = 12
 KINDS = ("state", "all", "all+c")
@@ -377,3 +378,20 @@ def test_late_copies_do_not_change_a_bit(seed):
     norms = []
     loop = clipping(lambda step: 0.05 if step % 5 == 4 else 1e9, norms)
     compare(loop, steps=12, prepare=prepare)
+
+
+def test_torchs_own_clipping_does_not_look_at_gradients_that_were_measured(monkeypatch):
+    looked = []
+    settle = Run.settle_gradients
+    monkeypatch.setattr(
+        Run, "settle_gradients", lambda run, index: (looked.append(index), settle(run, index))
+    )
+    at_step = []
+
+    def clip(model, optimizer, step):
+        looked.clear()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        at_step.append(len(looked))
+
+    compare(between(clip))
+    assert at_step[STEPS - 1] == 0  # ours comes first
