@@ -23,12 +23,13 @@
 //   window >= every sum of w layers' P among segments with z
 //   leaving_g >= every sum of two other layers' G among own and later segments with y
 //   base = fixed + window + leaving_g + sum[ P(n-p) + S(n-o) ]
-//   last unit:   device >= base + earlier and own(a(n-c) + k c) + a r + t
+//   (a' is a - k, what recomputing brings back)
+//   last unit:   device >= base + earlier and own(a(n-c) + k c) + a' r + t
 //                          + sum G(n-o) + G y, or where gradients do not persist later G(n-o) + G
 //   and, where gradients do not persist:
-//   first unit:  device >= base + earlier(a(n-c) + k c) + a + k + t + later and own G(n-o) + G y
+//   first unit:  device >= base + earlier(a(n-c) + k c) + a + t + later and own G(n-o) + G y
 //   last one that is recomputed:
-//                device >= base + earlier(a(n-c) + k c) + k c + a q + t + later and own G(n-o)
+//                device >= base + earlier(a(n-c) + k c) + k c + a' q + t + later and own G(n-o)
 //                          - G(c - q) + G y
 //   host >= fixed + sum[ (S + G) o + P p + master (o - p) ]  (+ sum (S + G) o if it speculates)
 // Time rows (f, b forward and backward, H upload, D download, U and A update on CPU and device;
