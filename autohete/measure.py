@@ -184,9 +184,7 @@ class StepMeter:
         self._open_backward = None
         seconds, used = self._start
         measure = self.measures[unit]
-        measure.backward_seconds += max(
-            self._clock() - seconds - measure.recompute_seconds, 0.0
-        )
+        measure.backward_seconds += max(self._clock() - seconds - measure.recompute_seconds, 0.0)
         held = used + measure.recomputed_bytes
         measure.backward_extra_bytes = max(measure.backward_extra_bytes, self._take_peak() - held)
 
@@ -225,7 +223,7 @@ class StepMeter:
         self, unit: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a checkpointed forward and see which of its inputs it saves for backward itself."""
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is None:
             return forward(*args, **kwargs)
         saved: set[int] = set()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from autohete.units import Unit
@@ -31,7 +30,7 @@ def shared_parameters(unit: Unit) -> frozenset[int]:
 
 
 def let_add_in_place(out: Tensor, shared: frozenset[int]) -> None:
-    """Watch the last nodes of a module's graph for those that give a shared parameter's gradient."""
+    """Watch the last nodes of a module's graph for one that gives a shared parameter's gradient."""
     nodes: list[Any] = [out.grad_fn] if out.grad_fn is not None else []
     for node in nodes:
         for following, _ in node.next_functions:

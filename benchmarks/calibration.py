@@ -225,7 +225,7 @@ def _alone(job: Job, batch: int, hardware: HardwareProfile) -> Profile:
     plan = plan_like(job, on_device=True)
     passes = _watch(Loop(job, plan, batch, None), hardware)
     profile = Profile(passes.profiles[-1])
-    profile.units = [_median_unit(list(u)) for u in zip(*(p.units for p in passes.profiles))]
+    profile.units = _medians([p.units for p in passes.profiles])
     update = sum(u.num_parameters for u in profile.units) / hardware.device_params_per_second
     profile.outside_seconds = max(median(passes.outside) - update, 0.0)
     profile.gradients_persist = False
@@ -256,9 +256,11 @@ def _waited(run: Any) -> float:
 
 def _inside(meter: StepMeter) -> float:
     """Seconds of the step that units took; the rest is the loss's, the hooks' and the loop's."""
-    return sum(
-        m.forward_seconds + m.backward_seconds + m.recompute_seconds for m in meter.measures
-    )
+    return sum(m.forward_seconds + m.backward_seconds + m.recompute_seconds for m in meter.measures)
+
+
+def _medians(passes: list[list[UnitProfile]]) -> list[UnitProfile]:
+    return [_median_unit(list(same)) for same in zip(*passes, strict=True)]
 
 
 def _median_unit(same: list[UnitProfile]) -> UnitProfile:

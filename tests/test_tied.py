@@ -55,7 +55,9 @@ def test_the_sum_is_made_in_place_and_no_bit_changes() -> None:
         plain, before = gradient(Tied(bias), watch=False)
         ours, after = gradient(Tied(bias), watch=True)
         assert torch.equal(plain, ours) and plain.stride() == ours.stride()
-        assert "aten::add" in before, "torch makes a third tensor: without that this file is not needed"
+        assert "aten::add" in before, (
+            "torch makes a third tensor: without that this file is not needed"
+        )
         assert after == ["aten::add_"]
 
 

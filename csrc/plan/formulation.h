@@ -10,7 +10,8 @@
 // mean layer's seconds. r's a is the largest layer's, as only one is recomputed at a time.
 //
 // Variables per segment g of n identical units, all >= 0 (meaning of c, p, o: segments.h):
-//   c, p, o   integers;   y = [o > 0], z = [p > 0];   q = [c > 0];   x >= c + o - n;   r >= c - n + 1
+//   c, p, o   integers;   y = [o > 0], z = [p > 0], q = [c > 0]
+//   x >= c + o - n;   r >= c - n + 1
 //   F, B      seconds of the segment's forward and backward, stalls for parameters included
 // and for the whole step:
 //   window       bytes of the device's slots
