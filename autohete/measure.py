@@ -91,7 +91,7 @@ class StepMeter:
         self._others = 0
         self._last = -1
         self._late: set[int] = set()
-        """Units that were called out of order too."""
+        """Units that were called out of order too, or around others."""
         self._after_last = 0
         """Net of the last unit's forward."""
         self._in_units = False
@@ -141,6 +141,7 @@ class StepMeter:
 
     def forward_ends(self, unit: int) -> None:
         if unit < self._last:
+            self._late.add(unit)  # others ran inside it: its backward begins with the loss, too
             return
         seconds, used = self._start
         measure = self.measures[unit]
