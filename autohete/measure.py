@@ -18,8 +18,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import _StopRecomputationError
+
 from autohete.devices import Side
-from autohete.units import Unit
+from autohete.units import Unit, tensors_in
 
 
 class Gradients(Protocol):
@@ -47,6 +51,8 @@ class UnitMeasure:
     """Its own gradients among them."""
     backward_held_bytes: int = 0
     """In use when its backward began, without gradients and what was there before the step."""
+    unsaved_input_bytes: int = 0
+    """Of inputs that are freed after it, unless it is recomputed."""
     calls: int = 0
 
     def temporary_bytes(self, grad_bytes: int) -> int:
@@ -62,6 +68,17 @@ class UnitMeasure:
         )
 
 
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _is_saved(out: Tensor) -> bool:
+    """Whether backward keeps the output itself: its own node does, or it is part of something."""
+    node = out.grad_fn
+    kept = ("_saved_result", "saved_tensors")
+    return node is None or out._is_view() or any(hasattr(node, name) for name in kept)
+
+
 class StepMeter:
     """Collects one step; the hooks call it in their order."""
 
@@ -71,11 +88,10 @@ class StepMeter:
         self.measures = [UnitMeasure() for _ in units]
         self._start: tuple[float, int] = (0.0, 0)
         self._begin = (0.0, 0)
-        self._began_waiting = 0.0
         self._others = 0
         self._last = -1
         self._late: set[int] = set()
-        """Units that were called out of order too."""
+        """Units that were called out of order too, or around others."""
         self._after_last = 0
         """Net of the last unit's forward."""
         self._in_units = False
@@ -83,22 +99,24 @@ class StepMeter:
         self._peak = 0
         self._loss_peak = 0
         self._open_backward: int | None = None
+        self._inputs: dict[int, tuple[int, int]] = {}
         self._seconds = 0.0
         self.complete = False
 
     def begin(self) -> None:
         self._side.reset_peak()
-        self._begin = (self._side.clock(), self._net())
-        self._began_waiting = self._waited()
+        self._begin = (self._clock(), self._net())
         self._others = self._side.others()
         self._after_last = self._begin[1]
 
     def _net(self) -> int:
         return self._side.used() - self._engine.device_gradient_bytes()
 
-    def _waited(self) -> float:
+    def _clock(self) -> float:
+        """Seconds that did not pass in waits: those are the links' and the CPU's."""
         counters = self._engine.counters()
-        return sum(float(v) for k, v in counters.items() if k.startswith("wait_"))
+        waited = sum(float(v) for k, v in counters.items() if k.startswith("wait_"))
+        return self._side.clock() - waited
 
     def _take_peak(self) -> int:
         """Peak since the last call, folded into the step's."""
@@ -119,15 +137,16 @@ class StepMeter:
         self._take_peak()
         self._loss_peak = 0  # of what follows the last unit in order only
         self._last = unit
-        self._start = (self._side.clock(), self._side.used())
+        self._start = (self._clock(), self._side.used())
 
     def forward_ends(self, unit: int) -> None:
         if unit < self._last:
+            self._late.add(unit)  # others ran inside it: its backward begins with the loss, too
             return
         seconds, used = self._start
         measure = self.measures[unit]
         now = self._side.used()
-        measure.forward_seconds += self._side.clock() - seconds
+        measure.forward_seconds += self._clock() - seconds
         measure.kept_bytes += max(now - used, 0)
         measure.forward_extra_bytes = max(measure.forward_extra_bytes, self._take_peak() - now)
         measure.calls += 1
@@ -148,7 +167,7 @@ class StepMeter:
         if not self._in_units and unit in self._late and unit != self._last:
             return
         self._open_backward, self._in_units = unit, True
-        self._start = (self._side.clock(), self._side.used())
+        self._start = (self._clock(), self._side.used())
         measure = self.measures[unit]
         held = self._net() - self._begin[1]
         measure.backward_held_bytes = max(measure.backward_held_bytes, held)
@@ -166,9 +185,7 @@ class StepMeter:
         self._open_backward = None
         seconds, used = self._start
         measure = self.measures[unit]
-        measure.backward_seconds += max(
-            self._side.clock() - seconds - measure.recompute_seconds, 0.0
-        )
+        measure.backward_seconds += max(self._clock() - seconds - measure.recompute_seconds, 0.0)
         held = used + measure.recomputed_bytes
         measure.backward_extra_bytes = max(measure.backward_extra_bytes, self._take_peak() - held)
 
@@ -176,8 +193,7 @@ class StepMeter:
         if self._open_backward is not None:
             self.backward_ends(self._open_backward)
         self._take_peak()
-        self._seconds = self._side.clock() - self._begin[0]
-        self._seconds -= self._waited() - self._began_waiting
+        self._seconds = self._clock() - self._begin[0]
         self.complete = True
 
     def metered(self, unit: int, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -188,15 +204,55 @@ class StepMeter:
             nonlocal runs
             runs += 1
             if runs == 1:
-                return forward(*args, **kwargs)
+                return self._first_run(unit, forward, args, kwargs)
             self._take_peak()
-            seconds, used = self._side.clock(), self._side.used()
+            seconds, used = self._clock(), self._side.used()
+            freed = 0  # as soon as this returns
             try:
-                return forward(*args, **kwargs)
-            finally:  # a recomputation may stop early, by an exception of torch's
-                self.recomputed(unit, self._side.clock() - seconds, used)
+                out = forward(*args, **kwargs)
+                freed = sum(t.nbytes for t in tensors_in(out) if not _is_saved(t))
+                return out
+            except _StopRecomputationError as stop:
+                stop.with_traceback(None)  # the frames it came through hold tensors
+                raise
+            finally:
+                self.recomputed(unit, self._clock() - seconds, used + freed)
 
         return run
+
+    def _first_run(
+        self, unit: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a checkpointed forward and see which of its inputs it saves for backward itself."""
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is None:
+            return forward(*args, **kwargs)
+        saved: set[int] = set()
+
+        def pack(tensor: Tensor) -> Any:
+            saved.add(_storage(tensor))
+            return hooks[0](tensor)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, hooks[1]):
+            out = forward(*args, **kwargs)
+        for tensor in tensors_in((args, kwargs)):
+            if tensor.grad_fn is not None:
+                self._note_input(unit, tensor, _storage(tensor) in saved)
+        return out
+
+    def _note_input(self, unit: int, tensor: Tensor, is_saved: bool) -> None:
+        """An input that only this unit has, and does not save, is gone once the unit has run:
+        unless the unit is recomputed, which keeps it.
+        """
+        key = _storage(tensor)
+        if key in self._inputs:
+            other, num_bytes = self._inputs[key]
+            self.measures[other].unsaved_input_bytes -= num_bytes
+            self._inputs[key] = (other, 0)
+            return
+        num_bytes = 0 if is_saved else tensor.untyped_storage().nbytes()
+        self._inputs[key] = (unit, num_bytes)
+        self.measures[unit].unsaved_input_bytes += num_bytes
 
     # ---------------------------------------------------------------- what it saw
 

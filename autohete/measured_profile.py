@@ -86,7 +86,8 @@ def _describe(
     kept = max(m.kept_bytes for m in same)
     recomputed = max(m.recomputed_bytes for m in same)
     p.checkpoint_bytes = kept if unit.is_layer else 0
-    p.activation_bytes = kept + recomputed if unit.is_layer else kept
+    freed = min(m.unsaved_input_bytes for m in same)
+    p.activation_bytes = max(kept + recomputed - freed, 0) if unit.is_layer else kept
     p.temporary_bytes = max(m.temporary_bytes(grad_bytes) for m in same)
     return p
 

@@ -151,8 +151,8 @@ def _size(tensor: Tensor) -> float:
 
 
 def _is_close(a: tuple[float, float], b: tuple[float, float]) -> bool:
-    """Equal but for the order of sums: some kernels of a GPU change it each time, and torch's own on
-    a busy CPU may in the first call of a process (seen with 2.13: 2e-5 in one layer's output).
+    """Equal but for the order of sums: some kernels of a GPU change it each time, and on a busy CPU
+    torch's own may in the first call of a process (seen with 2.13: 2e-5 in one layer's output).
     """
     return abs(a[0] - b[0]) <= a[1] or repr(a[0]) == repr(b[0])  # two NaNs are the same
 

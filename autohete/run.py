@@ -410,8 +410,10 @@ class Run:
     def enter_backward(self, call: UnitCall) -> None:
         self.begin_backward()
         watched = self.plans.measuring() or self.trace
-        if not self.plans.is_managed(call.unit) and not watched:
-            return
+        if not self.plans.is_managed(call.unit):
+            self.engine.land_gradients()  # of units whose backward is over: nobody else would
+            if not watched:
+                return
         self._open_calls.append(call)
         if self.plans.is_managed(call.unit):
             self._acquire(call.unit, _C.Direction.BACKWARD)

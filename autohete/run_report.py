@@ -70,6 +70,7 @@ class RunReport:
     def of(cls, run: Run) -> RunReport:
         counters = run.engine.counters()
         plan = run.plan
+        shares: dict[str, Any] = {**run.lane_shares()}
         return cls(
             num_steps=run.num_steps,
             strategy=plan.strategy if plan else None,
@@ -84,7 +85,7 @@ class RunReport:
             num_replans=run.plans.num_replans,
             replan_seconds=run.plans.replan_seconds,
             updates_ahead=counters["updates_ahead"],
-            **run.lane_shares(),
+            **shares,
             details=_details_of(run),
             **{
                 k: counters[k]

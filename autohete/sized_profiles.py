@@ -117,7 +117,8 @@ class SizedProfiles:
             grown.activation_bytes = int(unit.activation_bytes * factor)
             grown.checkpoint_bytes = int(unit.checkpoint_bytes * ratio)
             if power > 1:
-                grown.temporary_bytes = int(unit.temporary_bytes * factor)
+                # Gradients were taken off what was measured, and do not grow.
+                grown.temporary_bytes = int((unit.temporary_bytes + unit.grad_bytes) * factor)
             units.append(grown)
         profile.units = units
         if power > 1:

@@ -30,7 +30,7 @@ def shared_parameters(unit: Unit) -> frozenset[int]:
 
 
 def let_add_in_place(out: Tensor, shared: frozenset[int]) -> None:
-    """Watch the last nodes of a module's graph for those that give a shared parameter's gradient."""
+    """Watch the last nodes of a module's graph for one that gives a shared parameter's gradient."""
     nodes: list[Any] = [out.grad_fn] if out.grad_fn is not None else []
     for node in nodes:
         for following, _ in node.next_functions:

@@ -23,6 +23,7 @@ from autohete import AutoHeteWrapper, Plan
 from autohete._C import CopyDirection, HardwareProfile, UnitProfile
 from autohete.demo.gpt import GPT, Block, GPTConfig
 from autohete.layout import safest_plan
+from autohete.measure import StepMeter
 from autohete.measured_profile import build_profile
 from autohete.planning import Profile, Tier
 from autohete.sized_profiles import blend
@@ -181,31 +182,85 @@ def calibrate(job: Job, batches: tuple[int, int], throttle: Throttle) -> tuple[P
     hardware.cpu_params_per_second = throttle.updates_per_second
     hardware.h2d_bytes_per_second = hardware.d2h_bytes_per_second = throttle.link_bytes_per_second
     hardware.device_params_per_second = _device_update_rate(job, batches[0])
-    small, large = (_profile(job, batch, throttle, hardware) for batch in batches)
+    small, large = (_alone(job, batch, hardware) for batch in batches)
+    _add_contention(job, batches[1], throttle, hardware, large)
+    small.hardware = large.hardware = hardware
     return small, large
 
 
-def _profile(job: Job, batch: int, throttle: Throttle, hardware: HardwareProfile) -> Profile:
-    loop = Loop(job, plan_like(job, on_device=False), batch, throttle)
-    loop.step()
+@dataclass
+class _Passes:
+    """Some steps of one loop, watched."""
+
+    profiles: list[Profile]
+    outside: list[float]
+    """Seconds of each step that no unit took, waits left out."""
+    spans: list[tuple[Any, ...]]
+    seconds: float
+
+
+def _watch(loop: Loop, hardware: HardwareProfile) -> _Passes:
     run = loop.run
-    profiles = []
+    loop.step()
     run.engine.record_timeline(True)
+    passes = _Passes([], [], [], 0.0)
+    start = time.perf_counter()
     for _ in range(PASSES):
         meter = run.plans.watch()
+        begin = time.perf_counter() - _waited(run)
         loop.step()
+        seconds = time.perf_counter() - _waited(run) - begin
         run.plans.stop_watching()
-        profiles.append(build_profile(meter, run.units, run.plans.sizes(), hardware))
+        passes.profiles.append(build_profile(meter, run.units, run.plans.sizes(), hardware))
+        passes.outside.append(seconds - _inside(meter))
+    passes.seconds = time.perf_counter() - start
     run.synchronize()
-    hardware.link_latency_seconds = _latency(run.engine.take_timeline(), throttle)
+    passes.spans = run.engine.take_timeline()
     loop.close()
-    profile = Profile(profiles[-1])
-    profile.units = [_median_unit(list(same)) for same in zip(*(p.units for p in profiles))]
-    profile.outside_seconds = median(p.outside_seconds for p in profiles)
-    profile.hardware = hardware
+    return passes
+
+
+def _alone(job: Job, batch: int, hardware: HardwareProfile) -> Profile:
+    """The units' seconds while nothing is copied or updated, and their bytes."""
+    plan = plan_like(job, on_device=True)
+    passes = _watch(Loop(job, plan, batch, None), hardware)
+    profile = Profile(passes.profiles[-1])
+    profile.units = _medians([p.units for p in passes.profiles])
+    update = sum(u.num_parameters for u in profile.units) / hardware.device_params_per_second
+    profile.outside_seconds = max(median(passes.outside) - update, 0.0)
     profile.gradients_persist = False
     profile.chunk_bytes = CHUNK
     return profile
+
+
+def _add_contention(
+    job: Job, batch: int, throttle: Throttle, hardware: HardwareProfile, alone: Profile
+) -> None:
+    """What compute keeps of its speed while the CPU lane is busy, and what a chunk takes more."""
+    plan = plan_like(job, on_device=False)
+    passes = _watch(Loop(job, plan, batch, throttle), hardware)
+    hardware.link_latency_seconds = _latency(passes.spans, throttle)
+    beside = median(_compute(p) for p in passes.profiles)
+    busy = sum(s[4] - s[3] for s in passes.spans if s[0] == 3) / passes.seconds
+    kept = (_compute(alone) / beside - (1 - busy)) / busy
+    hardware.compute_share_during_cpu = min(max(kept, 0.1), 1.0)
+
+
+def _compute(profile: Profile) -> float:
+    return sum(2 * u.forward_seconds + u.backward_seconds for u in profile.units)
+
+
+def _waited(run: Any) -> float:
+    return sum(float(v) for k, v in run.engine.counters().items() if k.startswith("wait_"))
+
+
+def _inside(meter: StepMeter) -> float:
+    """Seconds of the step that units took; the rest is the loss's, the hooks' and the loop's."""
+    return sum(m.forward_seconds + m.backward_seconds + m.recompute_seconds for m in meter.measures)
+
+
+def _medians(passes: list[list[UnitProfile]]) -> list[UnitProfile]:
+    return [_median_unit(list(same)) for same in zip(*passes, strict=True)]
 
 
 def _median_unit(same: list[UnitProfile]) -> UnitProfile:

@@ -138,3 +138,24 @@ def test_waits_are_no_compute() -> None:
     side.now = 6.0
     meter.backward_over()
     assert meter.outside_seconds() == 3.0
+
+
+def test_a_container_around_the_units_does_not_end_the_loss() -> None:
+    side: Any = FakeSide()
+    units: Any = [SimpleNamespace() for _ in range(3)]
+    meter = StepMeter(side, units, FakeEngine())
+    meter.begin()
+    meter.forward_begins(0)  # the root, which owns a parameter
+    for unit in (1, 2):
+        meter.forward_begins(unit)
+        meter.forward_ends(unit)
+    meter.forward_ends(0)
+    meter.forward_over()
+    meter.backward_begins(0)
+    side.bytes = 300  # the loss's backward
+    meter.backward_begins(2)
+    side.now = 1.0
+    meter.backward_begins(1)
+    meter.backward_over()
+    assert meter.outside_extra_bytes() == 300
+    assert [m.backward_seconds for m in meter.measures] == [0.0, 0.0, 1.0]

@@ -235,6 +235,7 @@ void bind_engine(py::module_& module) {
       .def("num_units", &TorchEngine::num_units)
       .def("num_workers", [](TorchEngine& self) { return self.workers().num_workers(); })
       .def("param_bytes", [](TorchEngine& s, int unit) { return s.unit(unit).param_bytes(); })
+      .def("land_gradients", &TorchEngine::land_gradients)
       .def("device_gradient_bytes",
            [](TorchEngine& s) {
              std::size_t bytes = 0;

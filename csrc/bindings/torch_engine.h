@@ -56,6 +56,8 @@ class TorchEngine {
   // of them are expected, so work ahead of step() may be offered. Waits when more than
   // kMaxUnitsLeaving units' gradients are still on the device.
   void send_gradients(int unit, bool final);
+  // Frees the device memory of gradients that have landed; the calls above do it too.
+  void land_gradients() { land(/*all=*/false); }
   // Every unit that is still acquired or has new gradients: released and sent.
   void finish_backward();
   void abandon();

@@ -25,6 +25,12 @@ std::size_t saved_bytes(const UnitProfile& unit, const UnitPlan& placed) {
                                                           : unit.activation_bytes;
 }
 
+// What comes back when it is recomputed, beside what was kept for that.
+std::size_t recomputed_bytes(const UnitProfile& unit, const UnitPlan& placed) {
+  if (placed.activations == ActivationRule::kKeep) return 0;
+  return unit.activation_bytes - std::min(unit.activation_bytes, unit.checkpoint_bytes);
+}
+
 std::size_t device_gradient_bytes(const UnitProfile& unit, const UnitPlan& placed) {
   return placed.optimizer_state == Tier::kDevice ? unit.grad_bytes : 0;
 }
@@ -85,8 +91,7 @@ std::vector<DeviceVisit> device_visits(const Profile& profile, const Plan& plan,
     const UnitProfile& unit = profile.units[i];
     const UnitPlan& placed = plan.units[i];
     if (!profile.gradients_persist) held += device_gradient_bytes(unit, placed);
-    const bool recompute = placed.activations == ActivationRule::kRecompute;
-    const std::size_t again = recompute ? unit.activation_bytes : 0;
+    const std::size_t again = recomputed_bytes(unit, placed);
     const std::size_t gradients = leaving[i] + host_gradient_bytes(unit, placed);
     visits.push_back({i, true, held + again + gradients + unit.temporary_bytes});
     held -= saved_bytes(unit, placed);

@@ -10,7 +10,8 @@
 // mean layer's seconds. r's a is the largest layer's, as only one is recomputed at a time.
 //
 // Variables per segment g of n identical units, all >= 0 (meaning of c, p, o: segments.h):
-//   c, p, o   integers;   y = [o > 0], z = [p > 0];   q = [c > 0];   x >= c + o - n;   r >= c - n + 1
+//   c, p, o   integers;   y = [o > 0], z = [p > 0], q = [c > 0]
+//   x >= c + o - n;   r >= c - n + 1
 //   F, B      seconds of the segment's forward and backward, stalls for parameters included
 // and for the whole step:
 //   window       bytes of the device's slots
@@ -23,12 +24,13 @@
 //   window >= every sum of w layers' P among segments with z
 //   leaving_g >= every sum of two other layers' G among own and later segments with y
 //   base = fixed + window + leaving_g + sum[ P(n-p) + S(n-o) ]
-//   last unit:   device >= base + earlier and own(a(n-c) + k c) + a r + t
+//   (a' is a - k, what recomputing brings back)
+//   last unit:   device >= base + earlier and own(a(n-c) + k c) + a' r + t
 //                          + sum G(n-o) + G y, or where gradients do not persist later G(n-o) + G
 //   and, where gradients do not persist:
-//   first unit:  device >= base + earlier(a(n-c) + k c) + a + k + t + later and own G(n-o) + G y
+//   first unit:  device >= base + earlier(a(n-c) + k c) + a + t + later and own G(n-o) + G y
 //   last one that is recomputed:
-//                device >= base + earlier(a(n-c) + k c) + k c + a q + t + later and own G(n-o)
+//                device >= base + earlier(a(n-c) + k c) + k c + a' q + t + later and own G(n-o)
 //                          - G(c - q) + G y
 //   host >= fixed + sum[ (S + G) o + P p + master (o - p) ]  (+ sum (S + G) o if it speculates)
 // Time rows (f, b forward and backward, H upload, D download, U and A update on CPU and device;

@@ -78,7 +78,7 @@ void add_layer(Segment& segment, const UnitProfile& layer, const Profile& profil
   segment.largest_grad_bytes = std::max(segment.largest_grad_bytes, layer.grad_bytes);
   if (pays_to_recompute(layer)) {
     segment.largest_recomputed_bytes =
-        std::max(segment.largest_recomputed_bytes, layer.activation_bytes);
+        std::max(segment.largest_recomputed_bytes, layer.activation_bytes - layer.checkpoint_bytes);
   }
   const UnitSeconds seconds = unit_seconds(layer, profile);
   add_seconds(segment.seconds, seconds, 1);

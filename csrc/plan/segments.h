@@ -48,7 +48,8 @@ struct Segment {
   UnitSeconds seconds;   // sums over the period
   UnitSeconds of_layer;  // mean over the period
   double recompute_seconds = 0;  // forward of the layers where recomputing saves something
-  // Of the period's layers, the largest parameters, gradients, and activations when recomputed.
+  // Of the period's layers, the largest parameters, gradients, and what recomputing brings back:
+  // activations without the checkpoint.
   std::size_t largest_param_bytes = 0;
   std::size_t largest_grad_bytes = 0;
   std::size_t largest_recomputed_bytes = 0;

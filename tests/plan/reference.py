@@ -127,7 +127,7 @@ def walk_peak(profile: _C.Profile, plan: _C.Plan) -> int:
     for i, (unit, placed) in enumerate(pairs):
         now = sum(saved(*pair) for pair in pairs[: i + 1]) + unit.temporary_bytes
         if placed.activations == _C.ActivationRule.RECOMPUTE:
-            now += unit.activation_bytes
+            now += max(unit.activation_bytes - unit.checkpoint_bytes, 0)
         alive = pairs if profile.gradients_persist else pairs[i:]
         now += sum(u.grad_bytes for u, p in alive if p.gradients != on_host)
         later = sorted(u.grad_bytes for u, p in pairs[i + 1 :] if p.gradients == on_host)
