@@ -21,7 +21,9 @@ from torch.optim import Optimizer
 from autohete import _C
 from autohete.config import Config
 from autohete.devices import CudaSide, HostSide, Side
+from autohete.distributed import find_group
 from autohete.early import EarlyUpdates
+from autohete.exchange import GradientExchange
 from autohete.guard import UnitGuard
 from autohete.hooks import (
     PEEKING,
@@ -38,6 +40,7 @@ from autohete.layout import (
     check_pair,
     convert,
     host_ranges,
+    leave_meta,
     move_buffers,
     safest_plan,
 )
@@ -77,6 +80,7 @@ class Run:
         self.model = model
         self.optimizer = optimizer
         self.config = config
+        self.ranks = find_group(config.process_group, device)
         self.gpu_mem = config.budget_for(device)
         self.cpu_mem = config.host_budget()
         self.units: list[Unit] = find_units(model, config.layers)
@@ -94,7 +98,19 @@ class Run:
             else CudaSide(device, self.gpu_mem, self.cpu_mem, pin=config.pin)
         )
         self.engine = _C.Engine(self.side.handle, config.num_workers or 0)
-        self.plans = RunPlan(config, self.units, self.bridge, self.side, self.engine, self.cpu_mem)
+        alive = weakref.proxy(self)
+        self.exchange = self.ranks and GradientExchange(
+            self.ranks,
+            self.units,
+            prepare=lambda unit: alive.settle_gradients(unit),
+            arrived=lambda unit: alive.send_gradients(unit),
+        )
+        self.plans = RunPlan(
+            config, self.units, self.bridge, self.side, self.engine, self.cpu_mem, self.ranks,
+            self.exchange.device_bytes() if self.exchange else 0,
+        )  # fmt: skip
+        if self.exchange:
+            self.exchange.wants_plan = self.plans.is_measured
         self.step_seconds: list[float] = []
         self.num_steps = 0
         self.trace: RunTrace | None = None  # while the user wants one
@@ -150,6 +166,9 @@ class Run:
         safest = safest_plan(self.units, self.bridge.native)
         for unit, placement in zip(self.units, safest, strict=True):
             sources = host_ranges(unit)
+            if self.ranks:  # all begin with the first rank's
+                leave_meta(unit)
+                self.ranks.broadcast(p.data for p in unit.parameters)
             masters = convert(unit, self.config.precision)
             updated = [self.bridge.updates(p) for p in unit.parameters]
             self.engine.add_unit(
@@ -164,6 +183,8 @@ class Run:
             del masters
             _C.release_file_pages(sources)
         move_buffers(self.model, self.side.torch_device)
+        if self.ranks:
+            self.ranks.broadcast(self.model.buffers())
 
     def _install(self) -> None:
         for index, unit in enumerate(self.units):
@@ -204,6 +225,8 @@ class Run:
         self.engine.leave(target)
         move_buffers(self.model, target)
         self.side.close()
+        if self.ranks:
+            self.ranks.close()
 
     @property
     def attached(self) -> bool:
@@ -307,7 +330,10 @@ class Run:
 
     def _follow(self, size: Size) -> None:
         """Go over to the plan that the inputs and the steps measured so far speak for."""
-        if self.plans.is_measured() and self.num_steps and not self._in_a_step:
+        due = self.exchange.plan_is_due if self.exchange else self.plans.is_measured()
+        if due and self.num_steps and not self._in_a_step:
+            if self.exchange:
+                self.exchange.plan_is_due = False
             persist = any(p.grad is not None for unit in self.units for p in unit.parameters)
             self._change_plan(lambda: self.plans.decide(persist))
         if self.plans.needs_measuring(size):
@@ -385,7 +411,7 @@ class Run:
 
     def enter_backward(self, call: UnitCall) -> None:
         self.begin_backward()
-        watched = self.plans.measuring() or self.trace
+        watched = self.plans.measuring() or self.trace or self.exchange
         if not self.plans.is_managed(call.unit) and not watched:
             return
         self._open_calls.append(call)
@@ -406,9 +432,18 @@ class Run:
             meter.backward_ends(call.unit)
         if self.plans.is_managed(call.unit):
             self._release(call.unit)
-            if self._users[call.unit] == 0:
-                self.engine.send_gradients(call.unit, self.early.visited(call.unit))
-                self._guards[call.unit].wear_gradients(self.units[call.unit].parameters)
+        final = self.early.visited(call.unit)
+        if self.exchange and self.exchange.enabled:
+            if final:
+                self.exchange.left(call.unit)
+        else:
+            self.send_gradients(call.unit, final)
+
+    def send_gradients(self, index: int, final: bool = True) -> None:
+        """Backward is through with a call of the unit, the last one if `final`: gradients leave."""
+        if self.plans.is_managed(index) and self._users[index] == 0:
+            self.engine.send_gradients(index, final)
+            self._guards[index].wear_gradients(self.units[index].parameters)
 
     def end_backward(self) -> None:
         """The outermost backward is over: all gradients are final."""
@@ -420,6 +455,8 @@ class Run:
         self._open_calls.clear()
         if meter := self.plans.measuring():
             meter.backward_over()
+        if self.exchange:
+            self.exchange.finish()
         self.engine.finish_backward()
         self.side.charge_activations(False)
         for index in range(len(self.units)):
@@ -435,6 +472,8 @@ class Run:
         for call in self._open_calls:
             call.is_open = False
         self._open_calls.clear()
+        if self.exchange:
+            self.exchange.abandon()
         if self.engine.num_units():
             self.engine.withdraw_ahead()
             self.engine.finish_backward()
@@ -452,6 +491,8 @@ class Run:
         self.side.charge_activations(False)
         if self._open_calls or self._backward_open or any(self._users):
             self.abandon()
+        if self.exchange:
+            self.exchange.check_step()
         self._moments = self.bridge.commit()
         for index, unit in enumerate(self.units):
             if self.plans.is_managed(index):
@@ -465,6 +506,8 @@ class Run:
     def step_elsewhere(self, step: Callable[[], Any]) -> Any:
         """Run an optimizer's own step on tensors that are all in place."""
         self.side.charge_activations(False)
+        if self.exchange:
+            self.exchange.check_step()
         self.synchronize()
         result = step()
         self._guard_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -200,6 +201,15 @@ class AutoHeteWrapper(nn.Module):
         run.engine.record_timeline(False)
         Path(path).write_text(json.dumps(chrome_trace(spans, [u.name for u in run.units])))
 
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Keep gradients of the backward passes inside this rank's own, as DDP's no_sync() does.
+
+        For all micro-batches of a step but the last: that one averages their sum over the ranks.
+        Does nothing where one process trains alone.
+        """
+        run = self.run
+        return run.exchange.no_sync() if run and run.exchange else contextlib.nullcontext()
+
     def synchronize(self) -> None:
         """Wait until nothing is in flight: every tensor holds its newest value, views included."""
         self._the_run("synchronize").synchronize()
@@ -270,8 +280,8 @@ class AutoHeteWrapper(nn.Module):
             raise AttributeError(name)
         if name == "_ddp_params_and_buffers_to_ignore":  # the first thing DDP asks a module
             raise ValueError(
-                "AutoHeteWrapper: DistributedDataParallel was put around it, expected one process; "
-                "start the script without a launcher"
+                "AutoHeteWrapper: DistributedDataParallel was put around it, expected nothing; the "
+                "wrapper averages gradients over the ranks of torch.distributed by itself"
             )
         return getattr(self.module, name)
 

@@ -1,0 +1,261 @@
+"""The ranks that train one model together: a process group of torch.distributed, and who is alive.
+
+No launcher, rendezvous or collective of our own. A run has two groups over the same ranks, so that
+collectives of its two threads can never meet: `exchange` for tensors of the device (gradients, from
+the hook thread), `host` for tensors of the host (plans and parameters).
+
+A rank that ends says so, or stops beating in the group's store; whoever waits for it raises an
+error that names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+T = TypeVar("T")
+_BEAT_SECONDS = 1.0
+_SILENT_SECONDS = 8.0  # a rank that has not beaten for this long has ended, or hangs
+_SEARCH_SECONDS = 15.0  # how long an error waits for a rank to be found silent
+_PIECE_BYTES = 16 << 20
+
+
+def ranks_here() -> int:
+    """Return how many ranks share this machine's memory and cores (torchrun says so)."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return int(text) if text.isdigit() and int(text) > 0 else 1
+
+
+def local_rank() -> int:
+    """Return this rank's number on its machine."""
+    text = os.environ.get("LOCAL_RANK", "0")
+    return int(text) if text.isdigit() else 0
+
+
+def find_group(process_group: Any, device: torch.device) -> Ranks | None:
+    """Return the ranks to train with; None where this process trains alone.
+
+    Args:
+        process_group: of torch.distributed; None: all ranks, where torch.distributed is initialised
+            or torchrun started this process (it is initialised then); False: alone in any case.
+        device: where the forward runs.
+    """
+    if process_group is False or not dist.is_available():
+        return None
+    if not dist.is_initialized():
+        if not dist.is_torchelastic_launched() or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+            return None
+        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend)
+    if process_group is None:
+        process_group = dist.group.WORLD
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise ValueError(
+            f"process_group is {process_group!r}, expected a group of torch.distributed that this "
+            "rank is in, None for all ranks, or False to train alone"
+        )
+    if dist.get_world_size(process_group) < 2:
+        return None
+    return Ranks(process_group, device)
+
+
+class Ranks:
+    """A group of ranks, as one of them sees it.
+
+    Every method but `wait` and `close` is collective: all ranks call it, in the same order.
+    """
+
+    def __init__(self, process_group: Any, device: torch.device) -> None:
+        members = dist.get_process_group_ranks(process_group)
+        self.rank = dist.get_rank(process_group)
+        self.size = len(members)
+        self._members = members
+        local = len(members) != dist.get_world_size()
+        backend = "gloo" if device.type == "cpu" else "nccl"
+        self.exchange: Any = dist.new_group(
+            members, backend=backend, use_local_synchronization=local
+        )
+        self.host: Any = dist.new_group(members, backend="gloo", use_local_synchronization=local)
+        self._pulse = _Pulse(_store_of(self.host), self.rank, self.size)
+
+    def name(self, index: int) -> str:
+        """Return a member's name as torch.distributed counts it."""
+        return f"rank {self._members[index]}"
+
+    # ---------------------------------------------------------------- waiting
+
+    def wait(self, work: Any, what: str) -> None:
+        """Wait for a collective of this group; on CUDA, let the current stream wait.
+
+        Raises:
+            RuntimeError: it failed, or a rank has ended; the message names the rank.
+        """
+        done = threading.Event()
+        work.get_future().add_done_callback(lambda _: done.set())
+        while not done.wait(1.0):
+            if silent := self._pulse.silent():
+                raise self._lost(silent, what, "it has not answered for some seconds")
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._explained(error, what) from error
+
+    def _explained(self, error: Exception, what: str) -> RuntimeError:
+        """Find out whose end it was that made a collective fail."""
+        deadline = time.monotonic() + _SEARCH_SECONDS
+        while time.monotonic() < deadline:
+            if silent := self._pulse.silent():
+                return self._lost(silent, what, str(error).strip().splitlines()[0])
+            time.sleep(0.2)
+        return RuntimeError(
+            f"autohete: {what} failed on {self.name(self.rank)} ({error}), though all ranks "
+            "answer; look at the first error of the other ranks"
+        )
+
+    def _lost(self, silent: dict[int, str], what: str, why: str) -> RuntimeError:
+        names = ", ".join(f"{self.name(i)} {how}" for i, how in sorted(silent.items()))
+        return RuntimeError(
+            f"autohete: {what} on {self.name(self.rank)} waits for ranks that are gone: {names} "
+            f"({why}); all ranks have to take the same number of steps (an uneven last batch?). "
+            "Start again from the last checkpoint"
+        )
+
+    # ---------------------------------------------------------------- values of the host
+
+    def share(self, value: T) -> T:
+        """Return the first rank's value."""
+        box = [value]
+        with self._naming("sharing the plan"):
+            dist.broadcast_object_list(box, group=self.host, group_src=0)
+        return box[0]
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's value, by rank."""
+        values: list[Any] = [None] * self.size
+        with self._naming("gathering values"):
+            dist.all_gather_object(values, value, group=self.host)
+        return values
+
+    def all_of(self, yes: bool) -> bool:
+        """Return whether every rank said yes."""
+        return all(self.gather(yes))
+
+    @contextlib.contextmanager
+    def _naming(self, what: str) -> Any:
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._explained(error, what) from error
+
+    @torch.no_grad()
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Give every rank the first rank's values, through the host, in pieces."""
+        for tensor in tensors:
+            flat = tensor.detach().reshape(-1)
+            in_place = flat.numel() == 0 or flat.data_ptr() == tensor.data_ptr()
+            step = max(_PIECE_BYTES // max(flat.element_size(), 1), 1)
+            for piece in flat.split(step) if flat.numel() else ():
+                there = piece.cpu().view(torch.uint8) if piece.dtype != torch.bool else piece.cpu()
+                work = dist.broadcast(there, group=self.host, group_src=0, async_op=True)
+                self.wait(work, "sharing the first rank's parameters")
+                if self.rank:
+                    piece.copy_(there.view(piece.dtype))
+            if self.rank and not in_place:
+                tensor.detach().copy_(flat.view(tensor.shape))
+
+    def close(self) -> None:
+        """Say goodbye. Waits for nobody."""
+        self._pulse.stop("has left (unwrapped)")
+
+
+def _store_of(group: Any) -> Any:
+    """A part of the default group's store for this group alone, over a connection of its own.
+
+    A connection does one thing at a time: waits of other parts of the program must not hold ours.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, TCPStore):
+        store = TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+    return PrefixStore(f"autohete/{group.group_name}", store)
+
+
+class _Pulse:
+    """Tells the others that this rank lives, and knows who does not."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._stop = threading.Event()
+        self._lock = threading.Lock()  # guards the two below
+        self._seen: dict[int, tuple[int, float]] = {}  # beats, when they last grew
+        self._left: dict[int, str] = {}
+        self._start = time.monotonic()
+        me = weakref.ref(self)
+        self._thread = threading.Thread(
+            target=_beat, args=(me, self._stop), name="autohete-pulse", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self, why: str) -> None:
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        with contextlib.suppress(Exception):  # the store's rank may be gone
+            self._store.set(f"left/{self._rank}", why)
+
+    def beat(self) -> None:
+        """One beat, and a look at the others'."""
+        try:
+            self._store.add(f"beat/{self._rank}", 1)
+            for peer in range(self._size):
+                if peer != self._rank:
+                    self._look_at(peer)
+        except Exception:  # the store went with the process that held it, the first rank mostly
+            with self._lock:
+                if not self._stop.is_set():
+                    self._left.setdefault(0, "holds the store, which does not answer any more")
+
+    def _look_at(self, peer: int) -> None:
+        beats = int(self._store.add(f"beat/{peer}", 0))
+        left = None
+        if self._store.check([f"left/{peer}"]):
+            left = self._store.get(f"left/{peer}").decode()
+        now = time.monotonic()
+        with self._lock:
+            if left is not None:
+                self._left[peer] = left
+            if beats != self._seen.get(peer, (-1, 0.0))[0]:
+                self._seen[peer] = (beats, now)
+
+    def silent(self) -> dict[int, str]:
+        """Return who is gone, by rank, in words."""
+        now = time.monotonic()
+        with self._lock:
+            gone = dict(self._left)
+            for peer in range(self._size):
+                last = self._seen.get(peer, (0, self._start))[1]
+                if peer != self._rank and now - last > _SILENT_SECONDS:
+                    gone.setdefault(peer, f"has ended or hangs (silent for {now - last:.0f} s)")
+        gone.pop(self._rank, None)
+        return gone
+
+
+def _beat(pulse: weakref.ref[_Pulse], stop: threading.Event) -> None:
+    """The thread: keeps nothing alive."""
+    while not stop.wait(_BEAT_SECONDS):
+        alive = pulse()
+        if alive is None:
+            return
+        alive.beat()
+        del alive
