@@ -1,8 +1,9 @@
 """The ranks that train one model together: a process group of torch.distributed, and who is alive.
 
-No launcher, rendezvous or collective of our own. A run has two groups over the same ranks, so that
-collectives of its two threads can never meet: `exchange` for tensors of the device (gradients, from
-the hook thread), `host` for tensors of the host (plans and parameters).
+No launcher, rendezvous or collective of our own. A run has three groups over the same ranks, so
+that collectives of its two threads can never meet: `exchange` for tensors of the device and `host`
+for those of the host, both from the hook thread; `parts` for parameters that were updated, from the
+engine's share thread, which takes units in the order of step().
 
 A rank that ends says so, or stops beating in the group's store; whoever waits for it raises an
 error that names it.
@@ -15,15 +16,18 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
+# Its name since torch 2.13.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _BEAT_SECONDS = 1.0
 _SILENT_SECONDS = 8.0  # a rank that has not beaten for this long has ended, or hangs
 _SEARCH_SECONDS = 15.0  # how long an error waits for a rank to be found silent
@@ -86,6 +90,9 @@ class Ranks:
             members, backend=backend, use_local_synchronization=local
         )
         self.host: Any = dist.new_group(members, backend="gloo", use_local_synchronization=local)
+        self.parts: Any = dist.new_group(members, backend="gloo", use_local_synchronization=local)
+        self.failed = False
+        self._mesh: Any = None
         self._pulse = _Pulse(_store_of(self.host), self.rank, self.size)
 
     def name(self, index: int) -> str:
@@ -112,6 +119,7 @@ class Ranks:
 
     def _explained(self, error: Exception, what: str) -> RuntimeError:
         """Find out whose end it was that made a collective fail."""
+        self.failed = True
         deadline = time.monotonic() + _SEARCH_SECONDS
         while time.monotonic() < deadline:
             if silent := self._pulse.silent():
@@ -123,6 +131,7 @@ class Ranks:
         )
 
     def _lost(self, silent: dict[int, str], what: str, why: str) -> RuntimeError:
+        self.failed = True
         names = ", ".join(f"{self.name(i)} {how}" for i, how in sorted(silent.items()))
         return RuntimeError(
             f"autohete: {what} on {self.name(self.rank)} waits for ranks that are gone: {names} "
@@ -172,6 +181,63 @@ class Ranks:
                     piece.copy_(there.view(piece.dtype))
             if self.rank and not in_place:
                 tensor.detach().copy_(flat.view(tensor.shape))
+
+    # ---------------------------------------------------------------- parts
+
+    def bring_parts(self, tensors: Sequence[Tensor], group: Any) -> None:
+        """Each rank has new values in its rows of every tensor: give them to all.
+
+        Args:
+            tensors: contiguous; rank r has rows [r * n, (r + 1) * n), n = rows / size, rounded up.
+            group: `parts` from the share thread, `exchange` from the hook thread.
+        """
+        with torch.no_grad():
+            rows = [-(-len(t) // self.size) for t in tensors]
+            sizes = [n * t.nbytes // len(t) for n, t in zip(rows, tensors, strict=True)]
+            length = sum(sizes)
+            every = torch.empty(self.size, length, dtype=torch.uint8, device=tensors[0].device)
+            for mine, theirs in self._pairs(every[self.rank], tensors, rows, self.rank):
+                mine.copy_(theirs)
+            mine_whole = every[self.rank].clone()
+            work = _all_gather(every.view(-1), mine_whole, group=group, async_op=True)
+            self.wait(work, "bringing updated parameters together")
+            for rank in range(self.size):
+                if rank != self.rank:
+                    for theirs, mine in self._pairs(every[rank], tensors, rows, rank):
+                        mine.copy_(theirs)
+
+    def _pairs(
+        self, packed: Tensor, tensors: Sequence[Tensor], rows: list[int], rank: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """What of `packed` belongs to a rank, and the same bytes in the tensors."""
+        offset = 0
+        for tensor, n in zip(tensors, rows, strict=True):
+            begin, end = min(rank * n, len(tensor)), min((rank + 1) * n, len(tensor))
+            place = tensor[begin:end].reshape(-1).view(torch.uint8)
+            yield packed[offset : offset + len(place)], place
+            offset += n * tensor.nbytes // len(tensor)
+
+    def shown(self, part: Tensor, parameter: Tensor) -> Tensor:
+        """Return this rank's rows of something shaped like `parameter` as the whole, sharded.
+
+        It holds `part` itself, no view of it.
+        """
+        from torch.distributed.tensor import DTensor, Shard
+
+        if self._mesh is None or self._mesh.device_type != part.device.type:
+            group = self.host if part.device.type == "cpu" else self.exchange
+            self._mesh = DeviceMesh.from_group(group, part.device.type)
+        placeholder = torch.empty_like(part, memory_format=torch.contiguous_format)
+        whole = DTensor.from_local(
+            placeholder,
+            self._mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        whole._local_tensor = part
+        return whole
 
     def close(self) -> None:
         """Say goodbye. Waits for nobody."""

@@ -5,13 +5,14 @@ Over 350 lines: who may touch a unit's tensors when is one story, told in one pl
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.optim import Optimizer
 from autohete import _C
 from autohete.config import Config
 from autohete.devices import CudaSide, HostSide, Side
-from autohete.distributed import find_group
+from autohete.distributed import Ranks, find_group
 from autohete.early import EarlyUpdates
 from autohete.exchange import GradientExchange
 from autohete.guard import UnitGuard
@@ -55,16 +56,24 @@ _log = logging.getLogger("autohete")
 
 
 # A forked child finds memory as it is at the fork, and no threads: nothing may be in flight then.
-# The hook cannot be taken back, so there is one, for the runs that are still alive.
+# The hooks cannot be taken back, so they are for all the runs that are still alive.
 _LIVE: weakref.WeakSet[Run] = weakref.WeakSet()
 
 
-def _before_fork() -> None:
+def _rest_all() -> None:
     for run in list(_LIVE):
         run.rest()
 
 
-os.register_at_fork(before=_before_fork)
+os.register_at_fork(before=_rest_all)
+atexit.register(_rest_all)  # other ranks may wait for our part, and Python's threads end soon
+
+
+def _bring_parts(ranks: Ranks) -> Callable[[Any, Sequence[Tensor]], None]:
+    def bring(unit: Any, parameters: Sequence[Tensor]) -> None:
+        ranks.bring_parts(parameters, ranks.parts)
+
+    return bring
 
 
 class Run:
@@ -98,6 +107,8 @@ class Run:
             else CudaSide(device, self.gpu_mem, self.cpu_mem, pin=config.pin)
         )
         self.engine = _C.Engine(self.side.handle, config.num_workers or 0)
+        if self.ranks:
+            self.engine.set_ranks(self.ranks.rank, self.ranks.size, _bring_parts(self.ranks))
         alive = weakref.proxy(self)
         self.exchange = self.ranks and GradientExchange(
             self.ranks,
@@ -147,7 +158,7 @@ class Run:
             self.plans.start()
             self._install()
         except BaseException:
-            self.detach(origin)
+            self.detach(origin, whole=False)
             raise
         self.attach_seconds = time.perf_counter() - start
         _log.info(
@@ -202,11 +213,12 @@ class Run:
         forward.install()
         self._hooked.append(forward)
 
-    def detach(self, device: torch.device | None = None) -> None:
+    def detach(self, device: torch.device | None = None, *, whole: bool = True) -> None:
         """Leave model and optimizer as plain PyTorch objects with the newest values.
 
         Args:
             device: where their tensors are afterwards; left out: where they trained.
+            whole: of several ranks each gets the whole optimizer state, so all have to call this.
 
         Raises:
             torch.OutOfMemoryError: they do not fit there as plain tensors; nothing has changed.
@@ -222,7 +234,11 @@ class Run:
         self.side.charge_activations(False)
         for index in range(len(self.units)):
             self.settle(index, adopt=False)
+        together = self.ranks is not None and whole and not self.ranks.failed
+        states = self.bridge.whole_states() if together else []
         self.engine.leave(target)
+        for parameter, key, state in states:
+            self.optimizer.state[parameter][key] = state.to(target)
         move_buffers(self.model, target)
         self.side.close()
         if self.ranks:
@@ -502,6 +518,21 @@ class Run:
         for index in self._unguarded:
             self.settle(index)
         self._count_step()
+
+    def bring_device_parts(self) -> None:
+        """Units that the device updated: each rank has its part of them."""
+        if self.ranks is None:
+            return
+        for index, unit in enumerate(self.units):
+            if not self.plans.is_managed(index) and (parts := self._device_parts(index, unit)):
+                self.ranks.bring_parts(parts, self.ranks.exchange)
+
+    def _device_parts(self, index: int, unit: Unit) -> list[Tensor]:
+        return [
+            p.data
+            for i, p in enumerate(unit.parameters)
+            if p.grad is not None and self.bridge.updates(p) and self.engine.part(index, i)[0]
+        ]
 
     def step_elsewhere(self, step: Callable[[], Any]) -> Any:
         """Run an optimizer's own step on tensors that are all in place."""

@@ -27,6 +27,17 @@ _NATIVE = (AdamW, Adam, CPUAdamW, CPUAdam)
 _UPDATED = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def local_of(value: Any, parameter: nn.Parameter) -> Any:
+    """Return what a rank has of a sharded state, or all where it is cut otherwise than ours."""
+    if not hasattr(value, "to_local"):
+        return value
+    from torch.distributed.tensor import Shard
+
+    with torch.no_grad():
+        as_ours = value.device_mesh.ndim == 1 and value.placements == (Shard(0),)
+        return value.to_local() if as_ours else value.full_tensor()
+
+
 class OptimizerBridge:
     """The user's optimizer object, stepped by the engine while it is installed."""
 
@@ -49,7 +60,8 @@ class OptimizerBridge:
         ]
         self._group_of = self._groups()
         self._places: dict[int, tuple[int, int]] = {}
-        self._seen: dict[tuple[int, int], dict[str, Any]] = {}
+        self._seen: dict[tuple[int, int], dict[str, Any]] = {}  # as the optimizer shows them
+        self._local: dict[tuple[int, int], dict[str, Any]] = {}  # what of them this rank has
         self._step_before: Any = None
         self._installed: Any = None
         self._loading: dict[str, Any] | None = None
@@ -198,9 +210,12 @@ class OptimizerBridge:
             self._publish(u, i)
         if self._run.side.torch_device.type != "cpu":
             managed = self._run.plans.is_managed
-            update_on_cuda(self._run.units, managed, self._seen, hypers, self._group_of)
+            update_on_cuda(
+                self._run.units, managed, self._local, hypers, self._group_of, self.part_of
+            )
+        self._run.bring_device_parts()
         moments: list[list[Tensor]] = [[] for _ in self._run.units]
-        for (u, _), state in self._seen.items():
+        for (u, _), state in self._local.items():
             moments[u] += [t for key, t in state.items() if key != "step"]
         return moments
 
@@ -248,6 +263,7 @@ class OptimizerBridge:
                 given = state.get(parameter)
                 if not given or "exp_avg" not in given:
                     if self._seen.pop((u, i), None) is not None:
+                        self._local.pop((u, i))
                         self._run.engine.forget_state(u, i)
                     continue
                 if seen is not None and all(given.get(k) is t for k, t in seen.items()):
@@ -256,10 +272,10 @@ class OptimizerBridge:
                     u,
                     i,
                     torch.as_tensor(given["step"]).float(),
-                    given["exp_avg"],
-                    given["exp_avg_sq"],
-                    given.get("max_exp_avg_sq"),
-                    given.get("master"),
+                    local_of(given["exp_avg"], parameter),
+                    local_of(given["exp_avg_sq"], parameter),
+                    local_of(given.get("max_exp_avg_sq"), parameter),
+                    local_of(given.get("master"), parameter),
                 )
                 self._publish(u, i)
 
@@ -277,8 +293,16 @@ class OptimizerBridge:
     def _publish(self, u: int, i: int) -> None:
         """Show the engine's tensors as the parameter's state."""
         state = self._run.engine.state(u, i)
-        self._seen[(u, i)] = state
-        self.optimizer.state[self._run.units[u].parameters[i]].update(state)
+        parameter = self._run.units[u].parameters[i]
+        ranks, shown = self._run.ranks, dict(state)
+        if ranks is not None and self._run.engine.part(u, i)[0]:
+            before, then = self._seen.get((u, i), {}), self._local.get((u, i), {})
+            for key, part in state.items():
+                if key != "step":
+                    same = then.get(key) is part
+                    shown[key] = before[key] if same else ranks.shown(part, parameter)
+        self._local[(u, i)], self._seen[(u, i)] = state, shown
+        self.optimizer.state[parameter].update(shown)
 
     @property
     def state_keys(self) -> tuple[str, ...]:
@@ -295,7 +319,21 @@ class OptimizerBridge:
         if (u, i) not in self._seen:
             self._run.engine.make_state(u, i)
         self._publish(u, i)
-        return self._seen[(u, i)]
+        return self._local[(u, i)]
+
+    def part_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        """Return the rows of something shaped like the parameter that this rank updates."""
+        is_shared, first, num = self._run.engine.part(*self._places[id(parameter)])
+        return whole.narrow(0, first, num) if is_shared else whole
+
+    def whole_states(self) -> list[tuple[nn.Parameter, str, Tensor]]:
+        """Bring every state that the ranks have parts of together. Collective."""
+        return [
+            (self._run.units[u].parameters[i], key, value.full_tensor())
+            for (u, i), state in sorted(self._seen.items(), key=lambda item: item[0])
+            for key, value in state.items()
+            if hasattr(value, "full_tensor")
+        ]
 
     def publish_states(self) -> None:
         """Show them again after they moved to another device."""
