@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -40,10 +41,28 @@ def ranks_here() -> int:
     return int(text) if text.isdigit() and int(text) > 0 else 1
 
 
-def local_rank() -> int:
-    """Return this rank's number on its machine."""
-    text = os.environ.get("LOCAL_RANK", "0")
-    return int(text) if text.isdigit() else 0
+def rank_of_launch() -> int:
+    """Return which of torchrun's processes this is; 0 where there is no launcher."""
+    return int(os.environ.get("RANK", "0")) if _launched() else 0
+
+
+def size_of_launch() -> int:
+    """Return how many processes torchrun started; 1 where there is no launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if _launched() else 1
+
+
+def device_of_launch(device: torch.device) -> torch.device:
+    """Return the GPU of this rank where only "cuda" was asked for, and make it the current one."""
+    if device.type != "cuda" or device.index is not None or size_of_launch() < 2:
+        return device
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    if torch.cuda.current_device() == 0 and index < torch.cuda.device_count():
+        torch.cuda.set_device(index)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _launched() -> bool:
+    return dist.is_available() and dist.is_torchelastic_launched()
 
 
 def find_group(process_group: Any, device: torch.device) -> Ranks | None:
@@ -57,7 +76,7 @@ def find_group(process_group: Any, device: torch.device) -> Ranks | None:
     if process_group is False or not dist.is_available():
         return None
     if not dist.is_initialized():
-        if not dist.is_torchelastic_launched() or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        if size_of_launch() < 2:
             return None
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend)
@@ -91,6 +110,7 @@ class Ranks:
         )
         self.host: Any = dist.new_group(members, backend="gloo", use_local_synchronization=local)
         self.parts: Any = dist.new_group(members, backend="gloo", use_local_synchronization=local)
+        self._on_gpu = device.type != "cpu"
         self.failed = False
         self._mesh: Any = None
         self._pulse = _Pulse(_store_of(self.host), self.rank, self.size)
@@ -101,21 +121,24 @@ class Ranks:
 
     # ---------------------------------------------------------------- waiting
 
-    def wait(self, work: Any, what: str) -> None:
-        """Wait for a collective of this group; on CUDA, let the current stream wait.
+    def wait(self, work: Any, what: str, group: Any) -> None:
+        """Wait for a collective of one of the groups; on a GPU, let the current stream wait.
 
         Raises:
             RuntimeError: it failed, or a rank has ended; the message names the rank.
         """
-        done = threading.Event()
-        work.get_future().add_done_callback(lambda _: done.set())
-        while not done.wait(1.0):
+        while True:
+            try:
+                if group is self.exchange and self._on_gpu:
+                    work.wait()  # NCCL gives up by itself
+                else:
+                    work.wait(timedelta(seconds=1))
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    raise self._explained(error, what) from error
             if silent := self._pulse.silent():
-                raise self._lost(silent, what, "it has not answered for some seconds")
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise self._explained(error, what) from error
+                raise self._lost(silent, what, "nothing has come for a second or more")
 
     def _explained(self, error: Exception, what: str) -> RuntimeError:
         """Find out whose end it was that made a collective fail."""
@@ -176,7 +199,7 @@ class Ranks:
             for piece in flat.split(step) if flat.numel() else ():
                 there = piece.cpu().view(torch.uint8) if piece.dtype != torch.bool else piece.cpu()
                 work = dist.broadcast(there, group=self.host, group_src=0, async_op=True)
-                self.wait(work, "sharing the first rank's parameters")
+                self.wait(work, "sharing the first rank's parameters", self.host)
                 if self.rank:
                     piece.copy_(there.view(piece.dtype))
             if self.rank and not in_place:
@@ -200,7 +223,7 @@ class Ranks:
                 mine.copy_(theirs)
             mine_whole = every[self.rank].clone()
             work = _all_gather(every.view(-1), mine_whole, group=group, async_op=True)
-            self.wait(work, "bringing updated parameters together")
+            self.wait(work, "bringing updated parameters together", group)
             for rank in range(self.size):
                 if rank != self.rank:
                     for theirs, mine in self._pairs(every[rank], tensors, rows, rank):

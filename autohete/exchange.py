@@ -233,7 +233,7 @@ class GradientExchange:
         while len(self._sent) > in_flight:
             sent = self._sent.popleft()
             for bucket, flat, work in sent.parts:
-                self._ranks.wait(work, "the exchange of gradients")
+                self._ranks.wait(work, "the exchange of gradients", self._ranks.exchange)
                 with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                     bucket.unpack(flat)
             self._spare.append(sent.memory)
@@ -268,7 +268,7 @@ class GradientExchange:
         marks[list(units)] = 1
         marks[-1] = int(self.wants_plan())
         work = dist.all_reduce(marks, dist.ReduceOp.MAX, group=self._ranks.host, async_op=True)
-        self._ranks.wait(work, "the end of backward")
+        self._ranks.wait(work, "the end of backward", self._ranks.host)
         *of_units, plan = marks.tolist()
         self.plan_is_due = self.plan_is_due or bool(plan)
         return {unit for unit, mark in enumerate(of_units) if mark}

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from autohete import checkpoint
 from autohete.config import Config
+from autohete.distributed import device_of_launch
 from autohete.layout import check_types
 from autohete.planning import Plan
 from autohete.run import Run
@@ -100,6 +101,7 @@ class AutoHeteWrapper(nn.Module):
 
     def _attach(self, device: torch.device) -> None:
         if self.run is None:
+            device = device_of_launch(device)
             vars(self)["run"] = Run(self.module, self._optimizer, self._config, device)
             return
         have = self.run.side.torch_device
