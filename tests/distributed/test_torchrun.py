@@ -39,3 +39,11 @@ def test_the_example_trains_on_two_ranks_with_no_other_change(tmp_path):
     assert result["loss_after"] < result["loss_before"] - 1
     assert result["report"]["device_peak_measured_bytes"] <= result["gpu_mem"]
     assert (tmp_path / "autohete_profile.json").exists()
+
+
+@pytest.mark.slow
+def test_the_trainer_on_two_ranks_gives_the_bits_of_ddp_and_is_not_wrapped_in_it(tmp_path):
+    pytest.importorskip("transformers")
+    done = torchrun(tmp_path, 2, str(Path(__file__).with_name("trainer_script.py")))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("equal") == 2
