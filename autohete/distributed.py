@@ -16,7 +16,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -181,6 +181,22 @@ class Ranks:
     def all_of(self, yes: bool) -> bool:
         """Return whether every rank said yes."""
         return all(self.gather(yes))
+
+    def first_does(self, work: Callable[[], None]) -> None:
+        """Let the first rank do something and wait for it.
+
+        Raises:
+            Exception: what it raised there, on all ranks.
+        """
+        failure: Exception | None = None
+        if self.rank == 0:
+            try:
+                work()
+            except Exception as error:
+                failure = error
+        failure = self.share(failure)
+        if failure is not None:
+            raise failure
 
     @contextlib.contextmanager
     def _naming(self, what: str) -> Any:

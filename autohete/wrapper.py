@@ -222,7 +222,8 @@ class AutoHeteWrapper(nn.Module):
         """Write model, optimizer and `others` to a file; it is whole at any moment, or the old one.
 
         Plain PyTorch reads it: torch.load gives a dict with the state dicts "model" and "optimizer"
-        and one entry for each keyword. Nothing is copied in memory.
+        and one entry for each keyword. Nothing is copied in memory. Of several ranks all call this
+        and the first one writes, which has the whole optimizer state in memory meanwhile.
 
         Args:
             path: the file; it is written beside (NAME.part) and renamed.
@@ -233,8 +234,13 @@ class AutoHeteWrapper(nn.Module):
             RuntimeError: another process is saving to that path.
             OSError: it cannot be written; the old file is as it was.
         """
-        content = {"model": self, "optimizer": self._optimizer, **others}
-        checkpoint.write_whole(path, checkpoint.content_of(content))
+        content = checkpoint.content_of({"model": self, "optimizer": self._optimizer, **others})
+        ranks = self.run.ranks if self.run else None
+        if ranks is None:
+            checkpoint.write_whole(path, content)
+        else:
+            content["optimizer"] = checkpoint.whole_of(content["optimizer"])
+            ranks.first_does(lambda: checkpoint.write_whole(path, content))
 
     def load_checkpoint(self, path: str | os.PathLike[str], **others: Any) -> dict[str, Any]:
         """Take up a file of save_checkpoint(), or one that plain PyTorch wrote with those keys.
@@ -267,7 +273,8 @@ class AutoHeteWrapper(nn.Module):
             checkpoint.load_model(file, self.module, saved["model"])
             if "optimizer" in saved:
                 make = run.bridge.memory_for_state if run is not None and native else None
-                checkpoint.load_optimizer(file, self._optimizer, saved["optimizer"], make)
+                cut = {"part_of": run.bridge.part_of} if run is not None and native else {}
+                checkpoint.load_optimizer(file, self._optimizer, saved["optimizer"], make, **cut)
             rest = {key: file.read_all(value) for key, value in saved.items() if key not in _PAIR}
         finally:
             file.close()

@@ -122,8 +122,11 @@ def train_alone(size: int, setup: Setup) -> Trained:
         for rank in range(size):
             for micro in range(setup.micro_batches):
                 loss = model(*part(setup, step, micro, rank))
-                (loss / setup.micro_batches / size).backward()
+                (loss / setup.micro_batches).backward()
                 losses.append(loss.item())
+        for p in model.parameters():  # the mean over ranks, as they take it: of gradients
+            if p.grad is not None:
+                p.grad.div_(size)
         _finish(setup, model, optimizer, norms)
         hashes.append("")
     return taken(model, optimizer, losses=losses, norms=norms, hashes=hashes)
