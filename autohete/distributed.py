@@ -53,7 +53,8 @@ def size_of_launch() -> int:
 
 def device_of_launch(device: torch.device) -> torch.device:
     """Return the GPU of this rank where only "cuda" was asked for, and make it the current one."""
-    if device.type != "cuda" or device.index is not None or size_of_launch() < 2:
+    asked: int | None = device.index
+    if device.type != "cuda" or asked is not None or size_of_launch() < 2:
         return device
     index = int(os.environ.get("LOCAL_RANK", "0"))
     if torch.cuda.current_device() == 0 and index < torch.cuda.device_count():
