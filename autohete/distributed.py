@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -23,14 +21,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
+
+from autohete.pulse import Pulse, store_of
 
 T = TypeVar("T")
 # Its name since torch 2.13.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_BEAT_SECONDS = 1.0
-_SILENT_SECONDS = 8.0  # a rank that has not beaten for this long has ended, or hangs
 _SEARCH_SECONDS = 15.0  # how long an error waits for a rank to be found silent
 _PIECE_BYTES = 16 << 20
 
@@ -114,7 +111,7 @@ class Ranks:
         self._on_gpu = device.type != "cpu"
         self.failed = False
         self._mesh: Any = None
-        self._pulse = _Pulse(_store_of(self.host), self.rank, self.size)
+        self._pulse = Pulse(store_of(self.host), self.rank, self.size)
 
     def name(self, index: int) -> str:
         """Return a member's name as torch.distributed counts it."""
@@ -282,86 +279,3 @@ class Ranks:
     def close(self) -> None:
         """Say goodbye. Waits for nobody."""
         self._pulse.stop("has left (unwrapped)")
-
-
-def _store_of(group: Any) -> Any:
-    """A part of the default group's store for this group alone, over a connection of its own.
-
-    A connection does one thing at a time: waits of other parts of the program must not hold ours.
-    """
-    store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    if isinstance(store, TCPStore):
-        store = TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
-    return PrefixStore(f"autohete/{group.group_name}", store)
-
-
-class _Pulse:
-    """Tells the others that this rank lives, and knows who does not."""
-
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, rank, size
-        self._stop = threading.Event()
-        self._lock = threading.Lock()  # guards the two below
-        self._seen: dict[int, tuple[int, float]] = {}  # beats, when they last grew
-        self._left: dict[int, str] = {}
-        self._start = time.monotonic()
-        me = weakref.ref(self)
-        self._thread = threading.Thread(
-            target=_beat, args=(me, self._stop), name="autohete-pulse", daemon=True
-        )
-        self._thread.start()
-
-    def stop(self, why: str) -> None:
-        if self._stop.is_set():
-            return
-        self._stop.set()
-        with contextlib.suppress(Exception):  # the store's rank may be gone
-            self._store.set(f"left/{self._rank}", why)
-
-    def beat(self) -> None:
-        """One beat, and a look at the others'."""
-        try:
-            self._store.add(f"beat/{self._rank}", 1)
-            for peer in range(self._size):
-                if peer != self._rank:
-                    self._look_at(peer)
-        except Exception:  # the store went with the process that held it, the first rank mostly
-            with self._lock:
-                if not self._stop.is_set():
-                    self._left.setdefault(0, "holds the store, which does not answer any more")
-
-    def _look_at(self, peer: int) -> None:
-        beats = int(self._store.add(f"beat/{peer}", 0))
-        left = None
-        if self._store.check([f"left/{peer}"]):
-            left = self._store.get(f"left/{peer}").decode()
-        now = time.monotonic()
-        with self._lock:
-            if left is not None:
-                self._left[peer] = left
-            if beats != self._seen.get(peer, (-1, 0.0))[0]:
-                self._seen[peer] = (beats, now)
-
-    def silent(self) -> dict[int, str]:
-        """Return who is gone, by rank, in words."""
-        now = time.monotonic()
-        with self._lock:
-            gone = dict(self._left)
-            for peer in range(self._size):
-                last = self._seen.get(peer, (0, self._start))[1]
-                if peer != self._rank and now - last > _SILENT_SECONDS:
-                    gone.setdefault(peer, f"has ended or hangs (silent for {now - last:.0f} s)")
-        gone.pop(self._rank, None)
-        return gone
-
-
-def _beat(pulse: weakref.ref[_Pulse], stop: threading.Event) -> None:
-    """The thread: keeps nothing alive."""
-    while not stop.wait(_BEAT_SECONDS):
-        alive = pulse()
-        if alive is None:
-            return
-        alive.beat()
-        del alive

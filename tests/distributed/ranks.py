@@ -15,7 +15,9 @@ from typing import Any
 
 # Ranks are forked from a server that has imported torch and trained nothing: quick, and clean.
 _CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "autohete"])
+_CONTEXT.set_forkserver_preload(
+    ["autohete", "torch.distributed.tensor", "torch.distributed.checkpoint.state_dict", "pytest"]
+)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from loops import Setup, part
+from loops import Setup, full, hash_of, part
 from models import make_gpt
 from oracle import adamw, forced_plan
 from ranks import run
@@ -78,3 +78,29 @@ def test_ranks_with_one_batch_more_say_who_has_left():
     assert "rank 1 has left" in ended[0].error
     assert "same number of steps" in ended[0].error
     assert ended[0].seconds < 20
+
+
+# ------------------------------------------------------------------- after it
+
+
+def until_killed(rank: int, size: int, folder: str, stop: int | None, first: int) -> str:
+    """Train to step 4, saving after each step; one rank is killed before step `stop`."""
+    trained, optimizer = trainer()
+    if first:
+        assert trained.load_checkpoint(f"{folder}/run.pt") == {"steps": first}
+    for number in range(first, 4):
+        if number == stop and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        step(trained, optimizer, number, rank)
+        trained.save_checkpoint(f"{folder}/run.pt", steps=number + 1)
+    states = [full(v) for p in trained.parameters() for v in optimizer.state[p].values()]
+    return hash_of([*trained.parameters(), *states])
+
+
+@pytest.mark.slow
+def test_a_run_resumed_from_its_last_checkpoint_is_the_run_without_the_kill(tmp_path):
+    (tmp_path / "whole").mkdir()
+    whole = run(2, until_killed, str(tmp_path / "whole"), None, 0)
+    ended = run(2, until_killed, str(tmp_path), 2, 0, may_fail=True)
+    assert [one.exitcode for one in ended] == [1, -signal.SIGKILL]
+    assert run(2, until_killed, str(tmp_path), None, 2) == whole
