@@ -110,7 +110,8 @@ class Ranks:
         self.parts: Any = dist.new_group(members, backend="gloo", use_local_synchronization=local)
         self._on_gpu = device.type != "cpu"
         self.failed = False
-        self._mesh: Any = None
+        self._meshes: dict[str, Any] = {}  # by device type
+        self._buffers: dict[Any, Tensor] = {}  # by group
         self._pulse = Pulse(store_of(self.host), self.rank, self.size)
 
     def name(self, index: int) -> str:
@@ -232,16 +233,23 @@ class Ranks:
             rows = [-(-len(t) // self.size) for t in tensors]
             sizes = [n * t.nbytes // len(t) for n, t in zip(rows, tensors, strict=True)]
             length = sum(sizes)
-            every = torch.empty(self.size, length, dtype=torch.uint8, device=tensors[0].device)
+            every = self._buffer(group, self.size * length, tensors[0].device)
+            every = every.view(self.size, length)
             for mine, theirs in self._pairs(every[self.rank], tensors, rows, self.rank):
                 mine.copy_(theirs)
-            mine_whole = every[self.rank].clone()
-            work = _all_gather(every.view(-1), mine_whole, group=group, async_op=True)
+            work = _all_gather(every.view(-1), every[self.rank], group=group, async_op=True)
             self.wait(work, "bringing updated parameters together", group)
             for rank in range(self.size):
                 if rank != self.rank:
                     for theirs, mine in self._pairs(every[rank], tensors, rows, rank):
                         mine.copy_(theirs)
+
+    def _buffer(self, group: Any, length: int, device: torch.device) -> Tensor:
+        """Memory to gather in, kept: one for each thread, as large as the largest unit."""
+        have = self._buffers.get(group)
+        if have is None or len(have) < length:
+            have = self._buffers[group] = torch.empty(length, dtype=torch.uint8, device=device)
+        return have[:length]
 
     def _pairs(
         self, packed: Tensor, tensors: Sequence[Tensor], rows: list[int], rank: int
@@ -261,13 +269,14 @@ class Ranks:
         """
         from torch.distributed.tensor import DTensor, Shard
 
-        if self._mesh is None or self._mesh.device_type != part.device.type:
-            group = self.host if part.device.type == "cpu" else self.exchange
-            self._mesh = DeviceMesh.from_group(group, part.device.type)
+        kind = part.device.type
+        if kind not in self._meshes:
+            group = self.host if kind == "cpu" else self.exchange
+            self._meshes[kind] = DeviceMesh.from_group(group, kind)
         placeholder = torch.empty_like(part, memory_format=torch.contiguous_format)
         whole = DTensor.from_local(
             placeholder,
-            self._mesh,
+            self._meshes[kind],
             [Shard(0)],
             run_check=False,
             shape=parameter.shape,

@@ -177,3 +177,29 @@ def test_a_group_of_some_ranks_trains_by_itself():
     alone, paired = zip(*run(4, alone_in_a_group), strict=True)
     assert len(set(alone)) == 4
     assert paired[0] == paired[1] != paired[2] == paired[3]
+
+
+# ------------------------------------------------------------------- one rank by itself
+
+
+def first_alone(rank: int, size: int) -> int:
+    """Evaluates, reads and saves weights on the first rank only, between steps."""
+    model = make_gpt(layers=2)
+    optimizer = adamw(model)
+    trained = wrapped(model, optimizer)
+    for step in range(3):
+        trained(*part(Setup(), step, 0, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0:
+            with torch.no_grad():
+                trained.eval()(*batch(step))
+            trained.train()
+            torch.save(trained.state_dict(), f"{step}.pt")
+            sum(p.norm() for p in trained.parameters())
+    trained.unwrap()
+    return 3
+
+
+def test_one_rank_may_evaluate_and_save_weights_while_the_others_wait_for_nobody():
+    assert run(2, first_alone) == [3, 3]
