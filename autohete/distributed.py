@@ -267,23 +267,13 @@ class Ranks:
 
         It holds `part` itself, no view of it.
         """
-        from torch.distributed.tensor import DTensor, Shard
+        from autohete.rank_state import shown_whole
 
         kind = part.device.type
         if kind not in self._meshes:
             group = self.host if kind == "cpu" else self.exchange
             self._meshes[kind] = DeviceMesh.from_group(group, kind)
-        placeholder = torch.empty_like(part, memory_format=torch.contiguous_format)
-        whole = DTensor.from_local(
-            placeholder,
-            self._meshes[kind],
-            [Shard(0)],
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-        whole._local_tensor = part
-        return whole
+        return shown_whole(part, parameter, self._meshes[kind])
 
     def close(self) -> None:
         """Say goodbye. Waits for nobody."""

@@ -35,9 +35,9 @@ from autohete.planning import (
     save_profile,
     summarise_plan,
 )
+from autohete.rank_plans import agree_on_plan, everywhere, merged_profile
 from autohete.recompute_rules import rules_for
 from autohete.sized_profiles import Size, SizedProfiles, bucket_of, upper_of
-from autohete.rank_plans import agree_on_plan, everywhere, merged_profile
 from autohete.stepping import OptimizerBridge
 from autohete.units import Unit
 

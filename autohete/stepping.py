@@ -24,18 +24,16 @@ if TYPE_CHECKING:
     from autohete.run import Run
 
 _NATIVE = (AdamW, Adam, CPUAdamW, CPUAdam)
+WholeStates = list[tuple[nn.Parameter, str, Tensor]]
 _UPDATED = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def local_of(value: Any, parameter: nn.Parameter) -> Any:
-    """Return what a rank has of a sharded state, or all where it is cut otherwise than ours."""
+def _local_of(value: Any) -> Any:
     if not hasattr(value, "to_local"):
         return value
-    from torch.distributed.tensor import Shard
+    from autohete.rank_state import local_of  # torch.distributed.tensor takes a second to import
 
-    with torch.no_grad():
-        as_ours = value.device_mesh.ndim == 1 and value.placements == (Shard(0),)
-        return value.to_local() if as_ours else value.full_tensor()
+    return local_of(value)
 
 
 class OptimizerBridge:
@@ -66,6 +64,7 @@ class OptimizerBridge:
         self._installed: Any = None
         self._loading: dict[str, Any] | None = None
         self._load_hooks: list[Any] = []
+        self._whole: WholeStates | None = None
 
     def _check_not_half_attached(self) -> None:
         step = vars(self.optimizer).get("step")
@@ -147,7 +146,13 @@ class OptimizerBridge:
             if ours is not None:
                 ours._loaded()
 
+        def saved(optimizer: Any, state_dict: dict[str, Any]) -> None:
+            ours = bridge()
+            if ours is not None and ours._whole is not None:
+                ours._put_whole(state_dict, ours._whole)
+
         self._load_hooks = [
+            self.optimizer.register_state_dict_post_hook(saved),
             self.optimizer.register_load_state_dict_pre_hook(before),
             self.optimizer.register_load_state_dict_post_hook(after),
         ]
@@ -272,10 +277,10 @@ class OptimizerBridge:
                     u,
                     i,
                     torch.as_tensor(given["step"]).float(),
-                    local_of(given["exp_avg"], parameter),
-                    local_of(given["exp_avg_sq"], parameter),
-                    local_of(given.get("max_exp_avg_sq"), parameter),
-                    local_of(given.get("master"), parameter),
+                    _local_of(given["exp_avg"]),
+                    _local_of(given["exp_avg_sq"]),
+                    _local_of(given.get("max_exp_avg_sq")),
+                    _local_of(given.get("master")),
                 )
                 self._publish(u, i)
 
@@ -326,7 +331,29 @@ class OptimizerBridge:
         is_shared, first, num = self._run.engine.part(*self._places[id(parameter)])
         return whole.narrow(0, first, num) if is_shared else whole
 
-    def whole_states(self) -> list[tuple[nn.Parameter, str, Tensor]]:
+    def hold_whole(self) -> None:
+        """Let state_dict() on the first rank give the whole state as it is now. Collective.
+
+        For loops that save on one rank alone, until let_go_of_whole().
+        """
+        ranks = self._run.ranks
+        if ranks is not None:
+            whole = self.whole_states()
+            self._whole = whole if ranks.rank == 0 else None
+
+    def let_go_of_whole(self) -> None:
+        """state_dict() gives each rank's part again."""
+        self._whole = None
+
+    def _put_whole(self, state_dict: dict[str, Any], whole: WholeStates) -> None:
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        number = {id(p): index for index, p in enumerate(params)}
+        state: dict[int, dict[str, Any]] = {k: dict(v) for k, v in state_dict["state"].items()}
+        for parameter, key, value in whole:
+            state[number[id(parameter)]][key] = value
+        state_dict["state"] = state
+
+    def whole_states(self) -> WholeStates:
         """Bring every state that the ranks have parts of together. Collective."""
         return [
             (self._run.units[u].parameters[i], key, value.full_tensor())

@@ -226,6 +226,22 @@ class AutoHeteCallback(TrainerCallback):  # type: ignore[misc]
         if state.log_history:
             state.log_history[-1].update(figures)  # a copy of logs, made before this event
 
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The Trainer saves the optimizer on one rank alone, which has its rows only."""
+        run = self._wrapper.run if self._wrapper else None
+        if control.should_save and run is not None:
+            run.bridge.hold_whole()
+
+    on_epoch_end = on_step_end
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._wrapper is not None and self._wrapper.run is not None:
+            self._wrapper.run.bridge.let_go_of_whole()
+
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:

@@ -12,6 +12,7 @@ from oracle import adamw, forced_plan
 from torch import Tensor, nn
 
 from autohete import AutoHeteWrapper
+from autohete.planning.profile_file import plan_to_dict
 
 ROWS = 2  # of one micro-batch
 
@@ -26,6 +27,8 @@ class Setup:
     tied: bool = False
     ragged: bool = False
     """Sequence lengths differ by rank."""
+    grows: bool = False
+    """From the third step on, the last rank's sequences are twice as long."""
     layers: int = 4
     width: int = 32
     bf16: bool = False
@@ -49,6 +52,8 @@ class Trained:
 def part(setup: Setup, step: int, micro: int, rank: int) -> tuple[Tensor, Tensor]:
     """The rows of one rank in one micro-batch."""
     length = 16 - 5 * (rank % 3) if setup.ragged else 16
+    if setup.grows:
+        length = 16 if step > 2 and rank == 1 else 8
     number = (step * 10 + micro) * 10 + rank
     tokens, targets = batch(number, rows=ROWS)
     return tokens[:, :length], targets[:, :length]
@@ -109,6 +114,9 @@ def train_rank(rank: int, size: int, setup: Setup) -> Trained:
         hashes.append(hash_of([*model.parameters(), *map(full, states)]))
     result = taken(model, optimizer, losses=losses, norms=norms, hashes=hashes)
     result.extra["counters"] = trained.run.engine.counters()
+    result.extra["replans"] = trained.run.plans.num_replans
+    if trained.plan is not None:
+        result.extra["plan"] = plan_to_dict(trained.plan)
     trained.unwrap()
     return result
 

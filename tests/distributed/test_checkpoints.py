@@ -117,3 +117,18 @@ def save_nowhere(rank: int, size: int, folder: str) -> str:
     with pytest.raises(OSError) as caught:
         trained.save_checkpoint(f"{folder}/whole.pt")
     return type(caught.value).__name__
+
+
+def pickled(rank: int, size: int) -> None:
+    model, optimizer = build()
+    trained = wrapped(model, optimizer)
+    step(trained, optimizer, 0, rank)
+    with pytest.raises(RuntimeError, match="only its rows"):
+        torch.save(optimizer.state_dict(), f"{rank}.pt")
+    torch.save(trained.state_dict(), f"{rank}.pt")  # weights are whole
+    trained.unwrap()
+    torch.save(optimizer.state_dict(), f"{rank}.pt")
+
+
+def test_a_file_of_one_ranks_part_that_would_not_say_so_is_refused():
+    run(2, pickled)

@@ -32,6 +32,7 @@ VARIANTS = {
     "every backward exchanged": Setup(steps=4, micro_batches=2, no_sync=False),
     "planned": Setup(kind=None, steps=6, micro_batches=2, clip=0.5, wrap={"gpu_mem": "800KiB"}),
     "bf16": Setup(steps=3, bf16=True),
+    "longer on one rank": Setup(kind=None, steps=6, grows=True, wrap={"gpu_mem": "700KiB"}),
 }
 
 
@@ -49,6 +50,8 @@ def test_loops_of_two_ranks_give_the_bits_of_ddp():
         for name, (ours, ddp) in pair:
             print(name)
             assert_same_bits(ours, ddp)
+            assert ours.extra["plan"] == pair[0][1][0].extra["plan"]
+            assert ours.extra["replans"] == (1 if VARIANTS[name].grows else 0)
 
 
 # ------------------------------------------------------------------- gradients that differ by rank
