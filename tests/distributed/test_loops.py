@@ -204,5 +204,6 @@ def first_alone(rank: int, size: int) -> int:
     return 3
 
 
+@pytest.mark.slow
 def test_one_rank_may_evaluate_and_save_weights_while_the_others_wait_for_nobody():
     assert run(2, first_alone) == [3, 3]

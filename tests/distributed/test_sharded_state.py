@@ -156,6 +156,7 @@ def states_given(rank: int, size: int) -> list[bool]:
     return outcomes
 
 
+@pytest.mark.slow
 def test_a_loaded_state_is_taken_up_whole_or_in_parts():
     assert all(all(outcome) for outcome in run(2, states_given))
 
@@ -165,6 +166,7 @@ def early(rank: int, size: int) -> dict[str, Any]:
     return {"ours": train_rank(rank, size, setup), "ddp": train_ddp(rank, size, setup)}
 
 
+@pytest.mark.slow
 def test_parts_are_updated_ahead_of_step_to_the_bit():
     ranks = run(2, early)
     assert_equal_across_ranks([r["ours"] for r in ranks])
