@@ -30,7 +30,6 @@ from autohete.distributed import Ranks
 from autohete.units import Unit
 
 _ALIGNMENT = 64
-_IN_FLIGHT = 1  # units beside the one that is being packed
 
 
 class _Version:
@@ -154,6 +153,7 @@ class GradientExchange:
         self._buckets = [_buckets_of(unit) for unit in units]
         self.order = list(reversed(range(len(units))))
         self.enabled = True
+        self._in_flight = 1  # units on their way while the next computes
         self._next = 0  # place in the order
         self._left: set[int] = set()  # units whose backward is through
         self._late: set[int] | None = None  # units that wait for the end; None: not known yet
@@ -179,7 +179,7 @@ class GradientExchange:
             self._left.add(unit)
         while self._next < len(self.order) and self.order[self._next] in self._left:
             self._send_next()
-        self._land(_IN_FLIGHT)
+        self._land(self._in_flight)
 
     def finish(self) -> None:
         """Backward is over: exchange what is left, and what changed behind its exchange."""
@@ -191,7 +191,7 @@ class GradientExchange:
         late = {u for u, then in self._at_leave.items() if then != self._versions(u)}
         while self._next < len(self.order):
             self._send_next()
-            self._land(_IN_FLIGHT)
+            self._land(self._in_flight)
         self._land(0)
         if self._late is None:
             self._late = self._on_any_rank(late)
@@ -309,7 +309,17 @@ class GradientExchange:
 
     def device_bytes(self) -> int:
         """Bytes that the exchange needs on the device beside the gradients of the unit it is at."""
-        return (2 * _IN_FLIGHT + 1) * self._largest()
+        return (2 * self._in_flight + 1) * self._largest()
+
+    def do_without_overlap(self) -> int:
+        """Wait for each unit before the next one; return the bytes of the device that this saves.
+
+        The order stays what it is, so ranks need not do it at the same time.
+        """
+        before = self.device_bytes()
+        self._in_flight = 0
+        self._spare.clear()
+        return before - self.device_bytes()
 
 
 def _trained(unit: Unit) -> list[nn.Parameter]:

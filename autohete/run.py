@@ -110,15 +110,17 @@ class Run:
         if self.ranks:
             self.engine.set_ranks(self.ranks.rank, self.ranks.size, _bring_parts(self.ranks))
         alive = weakref.proxy(self)
-        self.exchange = self.ranks and GradientExchange(
-            self.ranks,
-            self.units,
-            prepare=lambda unit: alive.settle_gradients(unit),
-            arrived=lambda unit: alive.send_gradients(unit),
-        )
+        self.exchange: GradientExchange | None = None
+        if self.ranks:
+            self.exchange = GradientExchange(
+                self.ranks,
+                self.units,
+                prepare=lambda unit: alive.settle_gradients(unit),
+                arrived=lambda unit: alive.send_gradients(unit),
+            )
         self.plans = RunPlan(
             config, self.units, self.bridge, self.side, self.engine, self.cpu_mem, self.ranks,
-            self.exchange.device_bytes() if self.exchange else 0,
+            self.exchange,
         )  # fmt: skip
         if self.exchange:
             self.exchange.wants_plan = self.plans.is_measured

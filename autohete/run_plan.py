@@ -18,6 +18,7 @@ from autohete import _C
 from autohete.config import Config
 from autohete.devices import Side
 from autohete.distributed import Ranks
+from autohete.exchange import GradientExchange
 from autohete.layout import safest_plan
 from autohete.measure import StepMeter
 from autohete.measured_profile import build_profile, hardware_of, lane_rates
@@ -53,7 +54,8 @@ class RunPlan:
 
     def __init__(
         self, config: Config, units: list[Unit], bridge: OptimizerBridge, side: Side,
-        engine: _C.Engine, cpu_mem: int, ranks: Ranks | None = None, exchange_bytes: int = 0,
+        engine: _C.Engine, cpu_mem: int, ranks: Ranks | None = None,
+        exchange: GradientExchange | None = None,
     ) -> None:  # fmt: skip
         self._config = config
         self._units = units
@@ -62,7 +64,7 @@ class RunPlan:
         self._engine = engine
         self._cpu_mem = cpu_mem
         self._ranks = ranks
-        self._exchange_bytes = exchange_bytes  # on the device, of the exchange between ranks
+        self._exchange = exchange
         self.plan: Plan | None = None
         self.profile: _C.Profile | None = None
         self.placements: list[_C.UnitPlan] = []
@@ -181,7 +183,7 @@ class RunPlan:
         self.profile = merged_profile(self._ranks, self._largest_profile())
         safest = self._safest()
         try:
-            plan = agree_on_plan(self._ranks, self.profile, self._plannable(), self._make_plan)
+            plan = self._agree(self.profile)
             everywhere(self._ranks, lambda: self._apply(plan))
         except InfeasibleError as error:
             # The safest plan has just run within the budget: the estimate is on the safe side.
@@ -200,6 +202,17 @@ class RunPlan:
         first = self._ranks is None or self._ranks.rank == 0
         if first and self._config.profile_path is not None:
             save_profile(self._config.profile_path, self.profile, plan)
+
+    def _agree(self, profile: _C.Profile) -> Plan:
+        """Make a plan with all ranks; where memory is short, for an exchange without overlap."""
+        try:
+            return agree_on_plan(self._ranks, profile, self._plannable(), self._make_plan)
+        except InfeasibleError:
+            saved = self._exchange.do_without_overlap() if self._exchange else 0
+            if not saved:
+                raise
+            profile.fixed_device_bytes -= saved
+            return agree_on_plan(self._ranks, profile, self._plannable(), self._make_plan)
 
     def _stay_safe(self, safest: Plan) -> None:
         if self.placements != list(safest.units):
@@ -370,7 +383,8 @@ class RunPlan:
         profile = build_profile(meter, self._units, self.sizes(), self._hardware)
         profile.gradient_accumulation_steps = self._config.gradient_accumulation_steps
         profile.chunk_bytes = self._config.chunk_bytes
-        profile.fixed_device_bytes += self._exchange_bytes
+        if self._exchange:
+            profile.fixed_device_bytes += self._exchange.device_bytes()
         return profile
 
     def _num_updated(self) -> int:
