@@ -65,8 +65,15 @@ def _rest_all() -> None:
         run.rest()
 
 
+def _at_exit() -> None:
+    """Other ranks may wait for our part of an update, and Python's threads end soon."""
+    for run in list(_LIVE):
+        if run.ranks is not None:
+            run.rest()
+
+
 os.register_at_fork(before=_rest_all)
-atexit.register(_rest_all)  # other ranks may wait for our part, and Python's threads end soon
+atexit.register(_at_exit)
 
 
 def _bring_parts(ranks: Ranks) -> Callable[[Any, Sequence[Tensor]], None]:
