@@ -242,14 +242,25 @@ def check_optimizer(
 
 
 StateMaker = Callable[[nn.Parameter], dict[str, Any]]
+PartOf = Callable[[nn.Parameter, Tensor], Tensor]
+
+
+def whole_of(value: Any) -> Any:
+    """Return nested values with every tensor that the ranks have parts of whole. Collective."""
+    return tree_map(lambda v: v.full_tensor() if hasattr(v, "full_tensor") else v, value)
 
 
 def load_optimizer(
-    file: SavedFile, optimizer: torch.optim.Optimizer, saved: Any, make_state: StateMaker | None
+    file: SavedFile,
+    optimizer: torch.optim.Optimizer,
+    saved: Any,
+    make_state: StateMaker | None,
+    part_of: PartOf = lambda param, whole: whole,
 ) -> None:
     """Bring an optimizer's state dict in.
 
     Args:
+        part_of: of something shaped like a parameter, what belongs into its state here.
         make_state: returns the tensors that are a parameter's state, to be overwritten; left out:
             the optimizer gets new ones.
     """
@@ -262,20 +273,24 @@ def load_optimizer(
     with torch.no_grad():
         for name, param in zip(names, params, strict=True):
             if name in saved["state"]:
-                _load_state(file, param, saved["state"][name], make_state)
+                _load_state(file, param, saved["state"][name], make_state, part_of)
 
 
 def _load_state(
-    file: SavedFile, param: nn.Parameter, saved: dict[str, Any], make_state: StateMaker
+    file: SavedFile,
+    param: nn.Parameter,
+    saved: dict[str, Any],
+    make_state: StateMaker,
+    part_of: PartOf,
 ) -> None:
     state = make_state(param)
     for key in state.keys() - saved.keys():
         # Of a loop without masters, or before amsgrad was turned on.
-        state[key].copy_(param) if key == "master" else state[key].zero_()
+        state[key].copy_(part_of(param, param)) if key == "master" else state[key].zero_()
     for key, value in saved.items():
         if key not in state:
             continue  # the master of a parameter that is fp32 now
         if isinstance(value, Tensor):
-            file.read_into(state[key], value)
+            file.read_into(state[key], value if key == "step" else part_of(param, value))
         else:
             state[key].fill_(value)

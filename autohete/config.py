@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from autohete.distributed import ranks_here
 from autohete.planning import STRATEGIES, Plan, format_bytes, parse_bytes
 from autohete.units import Layers
 
@@ -47,6 +49,9 @@ class Config:
     """Device slots for parameters that live on the host."""
     chunk_bytes: int = 4 << 20
     pin: bool = True
+    process_group: Any = None
+    """Ranks that train together, each with its share of the batch: a group of torch.distributed;
+    left out: all ranks, where it is initialised or torchrun started them; False: this one alone."""
 
     def __post_init__(self) -> None:
         if self.gpu_mem is not None:
@@ -110,7 +115,7 @@ class Config:
         if self.cpu_mem is not None:
             return int(self.cpu_mem)
         pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return int(pages * 0.9)
+        return int(pages * 0.9) // ranks_here()
 
 
 def describe(config: Config, gpu_mem: int, cpu_mem: int) -> str:

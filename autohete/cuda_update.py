@@ -16,6 +16,8 @@ from autohete import _C
 from autohete.units import Unit
 
 State = dict[str, Any]
+Member = tuple[Tensor, State]
+PartOf = Callable[[nn.Parameter, Tensor], Tensor]
 
 
 @torch.no_grad()
@@ -25,6 +27,7 @@ def update_on_cuda(
     states: dict[tuple[int, int], State],
     hypers: list[_C.AdamHyper],
     group_of: dict[int, int],
+    part_of: PartOf | None = None,
 ) -> None:
     """Update every parameter that has a gradient, in the units that the engine does not update.
 
@@ -34,20 +37,25 @@ def update_on_cuda(
             (unit, parameter). Steps are counted here.
         hypers: by param group, with the gradients' scale folded in.
         group_of: index of the param group by id of the parameter.
+        part_of: gives the rows of a parameter, or of its gradient, that this rank updates.
     """
     for u, unit in enumerate(units):
         if is_managed(u):
             continue
-        members: dict[int, list[tuple[nn.Parameter, State]]] = {}
+        members: dict[int, list[Member]] = {}
         for i, parameter in enumerate(unit.parameters):
             if (u, i) in states and parameter.grad is not None:
                 group = group_of[id(parameter)]
-                members.setdefault(group, []).append((parameter, states[u, i]))
+                value: Tensor = parameter
+                if part_of is not None:
+                    value = part_of(parameter, parameter.detach())
+                    value.grad = part_of(parameter, parameter.grad)
+                members.setdefault(group, []).append((value, states[u, i]))
         for group, pairs in members.items():
             update_group(pairs, hypers[group])
 
 
-def update_group(pairs: list[tuple[nn.Parameter, State]], hyper: _C.AdamHyper) -> None:
+def update_group(pairs: list[Member], hyper: _C.AdamHyper) -> None:
     """Update parameters of one param group, each with its state, by torch's foreach rule in fp32.
 
     A half parameter's master is updated with the widened gradient and copied out. Where the

@@ -44,10 +44,7 @@ _METADATA |= {
 
 _GET_GRADIENT = _Tensor.grad.__get__
 # Who takes gradients and only hands them to functions that ask a guard first.
-_HARMLESS = {
-    function.__code__.co_filename
-    for function in (clip_grad.clip_grad_norm_.__wrapped__, torch.optim.Optimizer.__init__)
-}
+_HARMLESS = {clip_grad.__file__, sys.modules[torch.optim.Optimizer.__module__].__file__}
 
 # What clipping asks of a gradient: its unit may know without looking.
 _ANSWERED = {torch.linalg.vector_norm, torch.Tensor.mul_}
@@ -59,7 +56,7 @@ _not_traced: Any = torch._disable_dynamo  # type: ignore[attr-defined]
 
 def _asking_file() -> str:
     """The file of the code that touched a guard; not what keeps torch.compile out of here."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(3)
     while frame.f_back and frame.f_code.co_filename.endswith(("_compile.py", "eval_frame.py")):
         frame = frame.f_back
     return frame.f_code.co_filename
@@ -86,16 +83,14 @@ class Guard:
     """Called when somebody gets a parameter's gradient: makes it final first."""
 
     @classmethod
-    @_not_traced
+    @_not_traced  # type: ignore[untyped-decorator]
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
                 if result is not None and func == _GET_GRADIENT and cls.gradient_taken:
-                    # What C++ code, DLPack or a raw pointer does with it is seen by nobody.
-                    if _asking_file() not in _HARMLESS:
-                        cls.gradient_taken()
+                    cls._hand_out()
                 return result
         if func in _ANSWERED and not kwargs and isinstance(args[0], Guard):
             answer = type(args[0]).answer
@@ -105,6 +100,12 @@ class Guard:
         for tensor in list(_guarded((*args, *kwargs.values()))):
             Guard._settled(tensor)  # the first may have unguarded the others
         return func(*args, **kwargs)  # on plain tensors; autograd.grad runs user code inside
+
+    @classmethod
+    def _hand_out(cls) -> None:
+        """What C++ code, DLPack or a raw pointer does with a gradient is seen by nobody."""
+        if cls.gradient_taken and _asking_file() not in _HARMLESS:
+            cls.gradient_taken()
 
     def _settled(self) -> Any:
         """Settle, and be an instance of the own class again (also when the unit let go of it)."""

@@ -219,7 +219,7 @@ def convert(unit: Unit, precision: str | None) -> list[Tensor | None]:
     Raises:
         ValueError: "fp32" was asked for and a parameter is half.
     """
-    _leave_meta(unit)
+    leave_meta(unit)
     masters: list[Tensor | None] = []
     for parameter in unit.parameters:
         masters.append(None)
@@ -246,7 +246,7 @@ def host_ranges(unit: Unit) -> list[tuple[int, int]]:
     ]
 
 
-def _leave_meta(unit: Unit) -> None:
+def leave_meta(unit: Unit) -> None:
     """Give the unit's meta tensors memory, and the values their modules' reset_parameters gives.
 
     Raises:

@@ -5,13 +5,14 @@ Over 350 lines: who may touch a unit's tensors when is one story, told in one pl
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from torch.optim import Optimizer
 from autohete import _C
 from autohete.config import Config
 from autohete.devices import CudaSide, HostSide, Side
+from autohete.distributed import Ranks, find_group
 from autohete.early import EarlyUpdates
+from autohete.exchange import GradientExchange
 from autohete.guard import UnitGuard
 from autohete.hooks import (
     PEEKING,
@@ -38,6 +41,7 @@ from autohete.layout import (
     check_pair,
     convert,
     host_ranges,
+    leave_meta,
     move_buffers,
     safest_plan,
 )
@@ -52,16 +56,31 @@ _log = logging.getLogger("autohete")
 
 
 # A forked child finds memory as it is at the fork, and no threads: nothing may be in flight then.
-# The hook cannot be taken back, so there is one, for the runs that are still alive.
+# The hooks cannot be taken back, so they are for all the runs that are still alive.
 _LIVE: weakref.WeakSet[Run] = weakref.WeakSet()
 
 
-def _before_fork() -> None:
+def _rest_all() -> None:
     for run in list(_LIVE):
         run.rest()
 
 
-os.register_at_fork(before=_before_fork)
+def _at_exit() -> None:
+    """Other ranks may wait for our part of an update, and Python's threads end soon."""
+    for run in list(_LIVE):
+        if run.ranks is not None:
+            run.rest()
+
+
+os.register_at_fork(before=_rest_all)
+atexit.register(_at_exit)
+
+
+def _bring_parts(ranks: Ranks) -> Callable[[Any, Sequence[Tensor]], None]:
+    def bring(unit: Any, parameters: Sequence[Tensor]) -> None:
+        ranks.bring_parts(parameters, ranks.parts)
+
+    return bring
 
 
 # What the engine counts of each lane; of compute, what it waited.
@@ -86,6 +105,7 @@ class Run:
         self.model = model
         self.optimizer = optimizer
         self.config = config
+        self.ranks = find_group(config.process_group, device)
         self.gpu_mem = config.budget_for(device)
         self.cpu_mem = config.host_budget()
         self.units: list[Unit] = find_units(model, config.layers)
@@ -103,7 +123,23 @@ class Run:
             else CudaSide(device, self.gpu_mem, self.cpu_mem, pin=config.pin)
         )
         self.engine = _C.Engine(self.side.handle, config.num_workers or 0)
-        self.plans = RunPlan(config, self.units, self.bridge, self.side, self.engine, self.cpu_mem)
+        if self.ranks:
+            self.engine.set_ranks(self.ranks.rank, self.ranks.size, _bring_parts(self.ranks))
+        alive = weakref.proxy(self)
+        self.exchange: GradientExchange | None = None
+        if self.ranks:
+            self.exchange = GradientExchange(
+                self.ranks,
+                self.units,
+                prepare=lambda unit: alive.settle_gradients(unit),
+                arrived=lambda unit: alive.send_gradients(unit),
+            )
+        self.plans = RunPlan(
+            config, self.units, self.bridge, self.side, self.engine, self.cpu_mem, self.ranks,
+            self.exchange,
+        )  # fmt: skip
+        if self.exchange:
+            self.exchange.wants_plan = self.plans.is_measured
         self.step_seconds: list[float] = []
         self.num_steps = 0
         self.trace: RunTrace | None = None  # while the user wants one
@@ -143,7 +179,7 @@ class Run:
             self.plans.start()
             self._install()
         except BaseException:
-            self.detach(origin)
+            self.detach(origin, whole=False)
             raise
         self.attach_seconds = time.perf_counter() - start
         _log.info(
@@ -162,6 +198,9 @@ class Run:
         safest = safest_plan(self.units, self.bridge.native)
         for unit, placement in zip(self.units, safest, strict=True):
             sources = host_ranges(unit)
+            if self.ranks:  # all begin with the first rank's
+                leave_meta(unit)
+                self.ranks.broadcast(p.data for p in unit.parameters)
             masters = convert(unit, self.config.precision)
             updated = [self.bridge.updates(p) for p in unit.parameters]
             self.engine.add_unit(
@@ -176,6 +215,8 @@ class Run:
             del masters
             _C.release_file_pages(sources)
         move_buffers(self.model, self.side.torch_device)
+        if self.ranks:
+            self.ranks.broadcast(self.model.buffers())
 
     def _install(self) -> None:
         for index, unit in enumerate(self.units):
@@ -193,11 +234,12 @@ class Run:
         forward.install()
         self._hooked.append(forward)
 
-    def detach(self, device: torch.device | None = None) -> None:
+    def detach(self, device: torch.device | None = None, *, whole: bool = True) -> None:
         """Leave model and optimizer as plain PyTorch objects with the newest values.
 
         Args:
             device: where their tensors are afterwards; left out: where they trained.
+            whole: of several ranks each gets the whole optimizer state, so all have to call this.
 
         Raises:
             torch.OutOfMemoryError: they do not fit there as plain tensors; nothing has changed.
@@ -213,9 +255,15 @@ class Run:
         self.side.charge_activations(False)
         for index in range(len(self.units)):
             self.settle(index, adopt=False)
+        together = self.ranks is not None and whole and not self.ranks.failed
+        states = self.bridge.whole_states() if together else []
         self.engine.leave(target)
+        for parameter, key, state in states:
+            self.optimizer.state[parameter][key] = state.to(target)
         move_buffers(self.model, target)
         self.side.close()
+        if self.ranks:
+            self.ranks.close()
 
     def leave_if_dropped(self) -> None:
         """Detach where nobody has the wrapper any more, who could call unwrap()."""
@@ -330,7 +378,10 @@ class Run:
 
     def _follow(self, size: Size) -> None:
         """Go over to the plan that the inputs and the steps measured so far speak for."""
-        if self.plans.is_measured() and self.num_steps and not self._in_a_step:
+        due = self.exchange.plan_is_due if self.exchange else self.plans.is_measured()
+        if due and self.num_steps and not self._in_a_step:
+            if self.exchange:
+                self.exchange.plan_is_due = False
             persist = any(p.grad is not None for unit in self.units for p in unit.parameters)
             self._change_plan(lambda: self.plans.decide(persist))
         if self.plans.needs_measuring(size):
@@ -409,7 +460,7 @@ class Run:
 
     def enter_backward(self, call: UnitCall) -> None:
         self.begin_backward()
-        watched = self.plans.measuring() or self.trace
+        watched = self.plans.measuring() or self.trace or self.exchange
         if not self.plans.is_managed(call.unit):
             self.engine.land_gradients()  # of units whose backward is over: nobody else would
             if not watched:
@@ -432,9 +483,18 @@ class Run:
             meter.backward_ends(call.unit)
         if self.plans.is_managed(call.unit):
             self._release(call.unit)
-            if self._users[call.unit] == 0:
-                self.engine.send_gradients(call.unit, self.early.visited(call.unit))
-                self._guards[call.unit].wear_gradients(self.units[call.unit].parameters)
+        final = self.early.visited(call.unit)
+        if self.exchange and self.exchange.enabled:
+            if final:
+                self.exchange.left(call.unit)
+        else:
+            self.send_gradients(call.unit, final)
+
+    def send_gradients(self, index: int, final: bool = True) -> None:
+        """Backward is through with a call of the unit, the last one if `final`: gradients leave."""
+        if self.plans.is_managed(index) and self._users[index] == 0:
+            self.engine.send_gradients(index, final)
+            self._guards[index].wear_gradients(self.units[index].parameters)
 
     def end_backward(self) -> None:
         """The outermost backward is over: all gradients are final."""
@@ -446,6 +506,8 @@ class Run:
         self._open_calls.clear()
         if meter := self.plans.measuring():
             meter.backward_over()
+        if self.exchange:
+            self.exchange.finish()
         self.engine.finish_backward()
         self.side.charge_activations(False)
         for index in range(len(self.units)):
@@ -461,6 +523,8 @@ class Run:
         for call in self._open_calls:
             call.is_open = False
         self._open_calls.clear()
+        if self.exchange:
+            self.exchange.abandon()
         if self.engine.num_units():
             self.engine.withdraw_ahead()
             self.engine.finish_backward()
@@ -478,6 +542,8 @@ class Run:
         self.side.charge_activations(False)
         if self._open_calls or self._backward_open or any(self._users):
             self.abandon()
+        if self.exchange:
+            self.exchange.check_step()
         self._moments = self.bridge.commit()
         for index, unit in enumerate(self.units):
             if self.plans.is_managed(index):
@@ -488,9 +554,26 @@ class Run:
             self.settle(index)
         self._count_step()
 
+    def bring_device_parts(self) -> None:
+        """Units that the device updated: each rank has its part of them."""
+        if self.ranks is None:
+            return
+        for index, unit in enumerate(self.units):
+            if not self.plans.is_managed(index) and (parts := self._device_parts(index, unit)):
+                self.ranks.bring_parts(parts, self.ranks.exchange)
+
+    def _device_parts(self, index: int, unit: Unit) -> list[Tensor]:
+        return [
+            p.data
+            for i, p in enumerate(unit.parameters)
+            if p.grad is not None and self.bridge.updates(p) and self.engine.part(index, i)[0]
+        ]
+
     def step_elsewhere(self, step: Callable[[], Any]) -> Any:
         """Run an optimizer's own step on tensors that are all in place."""
         self.side.charge_activations(False)
+        if self.exchange:
+            self.exchange.check_step()
         self.synchronize()
         result = step()
         self._guard_all()

@@ -17,6 +17,8 @@ import torch
 from autohete import _C
 from autohete.config import Config
 from autohete.devices import Side
+from autohete.distributed import Ranks
+from autohete.exchange import GradientExchange
 from autohete.layout import safest_plan
 from autohete.measure import StepMeter
 from autohete.measured_profile import build_profile, hardware_of, lane_rates
@@ -34,6 +36,7 @@ from autohete.planning import (
     save_profile,
     summarise_plan,
 )
+from autohete.rank_plans import agree_on_plan, everywhere, merged_profile
 from autohete.recompute_rules import rules_for
 from autohete.sized_profiles import Size, SizedProfiles, bucket_of, upper_of
 from autohete.stepping import OptimizerBridge
@@ -51,7 +54,8 @@ class RunPlan:
 
     def __init__(
         self, config: Config, units: list[Unit], bridge: OptimizerBridge, side: Side,
-        engine: _C.Engine, cpu_mem: int,
+        engine: _C.Engine, cpu_mem: int, ranks: Ranks | None = None,
+        exchange: GradientExchange | None = None,
     ) -> None:  # fmt: skip
         self._config = config
         self._units = units
@@ -59,6 +63,8 @@ class RunPlan:
         self._side = side
         self._engine = engine
         self._cpu_mem = cpu_mem
+        self._ranks = ranks
+        self._exchange = exchange
         self.plan: Plan | None = None
         self.profile: _C.Profile | None = None
         self.placements: list[_C.UnitPlan] = []
@@ -147,12 +153,15 @@ class RunPlan:
     def decide(self, gradients_persist: bool) -> None:
         """Make a plan from the measured step and apply it; stay where none is better.
 
+        Of several ranks all call it, those too whose inputs brought nothing new.
+
         Args:
             gradients_persist: gradients of the last step are still there.
         """
         first = self.plan is None
         start = time.perf_counter()
-        self._absorb(gradients_persist)
+        if self.is_measured():
+            self._absorb(gradients_persist)
         if first:
             self.plan = self._safest()
         if self._bridge.native:
@@ -171,11 +180,11 @@ class RunPlan:
         self._rules.clear()
 
     def _plan_for_the_largest(self) -> None:
-        self.profile = self._largest_profile()
+        self.profile = merged_profile(self._ranks, self._largest_profile())
         safest = self._safest()
         try:
-            plan = self._make_plan(self.profile)
-            self._apply(plan)
+            plan = self._agree(self.profile)
+            everywhere(self._ranks, lambda: self._apply(plan))
         except InfeasibleError as error:
             # The safest plan has just run within the budget: the estimate is on the safe side.
             _log.warning("autohete: %s; going on with the plan of the first step", error)
@@ -190,8 +199,20 @@ class RunPlan:
         self._refusals = self._side.num_refusals()
         self._side.reset_peak()
         _log.info("autohete: planned: %s", summarise_plan(plan))
-        if self._config.profile_path is not None:
+        first = self._ranks is None or self._ranks.rank == 0
+        if first and self._config.profile_path is not None:
             save_profile(self._config.profile_path, self.profile, plan)
+
+    def _agree(self, profile: _C.Profile) -> Plan:
+        """Make a plan with all ranks; where memory is short, for an exchange without overlap."""
+        try:
+            return agree_on_plan(self._ranks, profile, self._plannable(), self._make_plan)
+        except InfeasibleError:
+            saved = self._exchange.do_without_overlap() if self._exchange else 0
+            if not saved:
+                raise
+            profile.fixed_device_bytes -= saved
+            return agree_on_plan(self._ranks, profile, self._plannable(), self._make_plan)
 
     def _stay_safe(self, safest: Plan) -> None:
         if self.placements != list(safest.units):
@@ -228,7 +249,9 @@ class RunPlan:
         start = time.perf_counter()
         if self.is_measured():
             self._absorb(gradients_persist=True)
-        if self._pressed:
+        if self._ranks:
+            self._measure_where_it_is(size)
+        elif self._pressed:
             self._pressed = False
             self._reserve += int(self._side.plannable() * _RESERVE_PER_REFUSAL)
             self._sized.forget(size)
@@ -238,6 +261,21 @@ class RunPlan:
             self._recompute_everything(size)
         self._meter = StepMeter(self._side, self._units, self._engine)
         self.replan_seconds += time.perf_counter() - start
+
+    def _measure_where_it_is(self, size: Size) -> None:
+        """Of several ranks one cannot move anything by itself: recompute, and plan together next.
+
+        What is kept is every rank's own business.
+        """
+        if self._pressed:
+            self._pressed = False
+            self._reserve += int(self._side.plannable() * _RESERVE_PER_REFUSAL)
+            self._sized.forget(size)
+        else:
+            self._refuse_what_cannot_fit(size)
+        for placed, unit in zip(self.placements, self._units, strict=True):
+            if unit.is_layer:
+                placed.activations = ActivationRule.RECOMPUTE
 
     def _refuse_what_cannot_fit(self, size: Size) -> None:
         least = self._sized.beyond(size, power=1)
@@ -288,12 +326,12 @@ class RunPlan:
     def _plannable(self) -> int:
         return max(self._side.plannable() - self._reserve, 1)
 
-    def _make_plan(self, profile: _C.Profile) -> Plan:
+    def _make_plan(self, profile: _C.Profile, plannable: int) -> Plan:
         def made(gated: bool) -> Plan:
             profile.speculates = not gated and self._config.early_updates != "in_place"
             return make_plan(
                 profile,
-                self._plannable(),
+                plannable,
                 self._cpu_mem,
                 strategy=self._config.strategy,
                 window=self._config.window,
@@ -345,6 +383,8 @@ class RunPlan:
         profile = build_profile(meter, self._units, self.sizes(), self._hardware)
         profile.gradient_accumulation_steps = self._config.gradient_accumulation_steps
         profile.chunk_bytes = self._config.chunk_bytes
+        if self._exchange:
+            profile.fixed_device_bytes += self._exchange.device_bytes()
         return profile
 
     def _num_updated(self) -> int:

@@ -24,7 +24,16 @@ if TYPE_CHECKING:
     from autohete.run import Run
 
 _NATIVE = (AdamW, Adam, CPUAdamW, CPUAdam)
+WholeStates = list[tuple[nn.Parameter, str, Tensor]]
 _UPDATED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _local_of(value: Any) -> Any:
+    if not hasattr(value, "to_local"):
+        return value
+    from autohete.rank_state import local_of  # torch.distributed.tensor takes a second to import
+
+    return local_of(value)
 
 
 class OptimizerBridge:
@@ -49,11 +58,13 @@ class OptimizerBridge:
         ]
         self._group_of = self._groups()
         self._places: dict[int, tuple[int, int]] = {}
-        self._seen: dict[tuple[int, int], dict[str, Any]] = {}
+        self._seen: dict[tuple[int, int], dict[str, Any]] = {}  # as the optimizer shows them
+        self._local: dict[tuple[int, int], dict[str, Any]] = {}  # what of them this rank has
         self._step_before: Any = None
         self._installed: Any = None
         self._loading: dict[str, Any] | None = None
         self._load_hooks: list[Any] = []
+        self._whole: WholeStates | None = None
 
     def _check_not_half_attached(self) -> None:
         step = vars(self.optimizer).get("step")
@@ -135,7 +146,13 @@ class OptimizerBridge:
             if ours is not None:
                 ours._loaded()
 
+        def saved(optimizer: Any, state_dict: dict[str, Any]) -> None:
+            ours = bridge()
+            if ours is not None and ours._whole is not None:
+                ours._put_whole(state_dict, ours._whole)
+
         self._load_hooks = [
+            self.optimizer.register_state_dict_post_hook(saved),
             self.optimizer.register_load_state_dict_pre_hook(before),
             self.optimizer.register_load_state_dict_post_hook(after),
         ]
@@ -198,9 +215,12 @@ class OptimizerBridge:
             self._publish(u, i)
         if self._run.side.torch_device.type != "cpu":
             managed = self._run.plans.is_managed
-            update_on_cuda(self._run.units, managed, self._seen, hypers, self._group_of)
+            update_on_cuda(
+                self._run.units, managed, self._local, hypers, self._group_of, self.part_of
+            )
+        self._run.bring_device_parts()
         moments: list[list[Tensor]] = [[] for _ in self._run.units]
-        for (u, _), state in self._seen.items():
+        for (u, _), state in self._local.items():
             moments[u] += [t for key, t in state.items() if key != "step"]
         return moments
 
@@ -248,6 +268,7 @@ class OptimizerBridge:
                 given = state.get(parameter)
                 if not given or "exp_avg" not in given:
                     if self._seen.pop((u, i), None) is not None:
+                        self._local.pop((u, i))
                         self._run.engine.forget_state(u, i)
                     continue
                 if seen is not None and all(given.get(k) is t for k, t in seen.items()):
@@ -256,10 +277,10 @@ class OptimizerBridge:
                     u,
                     i,
                     torch.as_tensor(given["step"]).float(),
-                    given["exp_avg"],
-                    given["exp_avg_sq"],
-                    given.get("max_exp_avg_sq"),
-                    given.get("master"),
+                    _local_of(given["exp_avg"]),
+                    _local_of(given["exp_avg_sq"]),
+                    _local_of(given.get("max_exp_avg_sq")),
+                    _local_of(given.get("master")),
                 )
                 self._publish(u, i)
 
@@ -277,8 +298,16 @@ class OptimizerBridge:
     def _publish(self, u: int, i: int) -> None:
         """Show the engine's tensors as the parameter's state."""
         state = self._run.engine.state(u, i)
-        self._seen[(u, i)] = state
-        self.optimizer.state[self._run.units[u].parameters[i]].update(state)
+        parameter = self._run.units[u].parameters[i]
+        ranks, shown = self._run.ranks, dict(state)
+        if ranks is not None and self._run.engine.part(u, i)[0]:
+            before, then = self._seen.get((u, i), {}), self._local.get((u, i), {})
+            for key, part in state.items():
+                if key != "step":
+                    same = then.get(key) is part
+                    shown[key] = before[key] if same else ranks.shown(part, parameter)
+        self._local[(u, i)], self._seen[(u, i)] = state, shown
+        self.optimizer.state[parameter].update(shown)
 
     @property
     def state_keys(self) -> tuple[str, ...]:
@@ -295,7 +324,43 @@ class OptimizerBridge:
         if (u, i) not in self._seen:
             self._run.engine.make_state(u, i)
         self._publish(u, i)
-        return self._seen[(u, i)]
+        return self._local[(u, i)]
+
+    def part_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        """Return the rows of something shaped like the parameter that this rank updates."""
+        is_shared, first, num = self._run.engine.part(*self._places[id(parameter)])
+        return whole.narrow(0, first, num) if is_shared else whole
+
+    def hold_whole(self) -> None:
+        """Let state_dict() on the first rank give the whole state as it is now. Collective.
+
+        For loops that save on one rank alone, until let_go_of_whole().
+        """
+        ranks = self._run.ranks
+        if ranks is not None:
+            whole = self.whole_states()
+            self._whole = whole if ranks.rank == 0 else None
+
+    def let_go_of_whole(self) -> None:
+        """state_dict() gives each rank's part again."""
+        self._whole = None
+
+    def _put_whole(self, state_dict: dict[str, Any], whole: WholeStates) -> None:
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        number = {id(p): index for index, p in enumerate(params)}
+        state: dict[int, dict[str, Any]] = {k: dict(v) for k, v in state_dict["state"].items()}
+        for parameter, key, value in whole:
+            state[number[id(parameter)]][key] = value
+        state_dict["state"] = state
+
+    def whole_states(self) -> WholeStates:
+        """Bring every state that the ranks have parts of together. Collective."""
+        return [
+            (self._run.units[u].parameters[i], key, value.full_tensor())
+            for (u, i), state in sorted(self._seen.items(), key=lambda item: item[0])
+            for key, value in state.items()
+            if hasattr(value, "full_tensor")
+        ]
 
     def publish_states(self) -> None:
         """Show them again after they moved to another device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import weakref
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from autohete import checkpoint
 from autohete.config import Config
+from autohete.distributed import device_of_launch
 from autohete.layout import check_types
 from autohete.planning import Plan
 from autohete.run import Run
@@ -100,6 +102,7 @@ class AutoHeteWrapper(nn.Module):
 
     def _attach(self, device: torch.device) -> None:
         if self.run is None:
+            device = device_of_launch(device)
             run = Run(self.module, self._optimizer, self._config, device)
             run.owner = weakref.ref(self)
             vars(self)["run"] = run
@@ -203,6 +206,15 @@ class AutoHeteWrapper(nn.Module):
         run.engine.record_timeline(False)
         Path(path).write_text(json.dumps(chrome_trace(spans, [u.name for u in run.units])))
 
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Keep gradients of the backward passes inside this rank's own, as DDP's no_sync() does.
+
+        For all micro-batches of a step but the last: that one averages their sum over the ranks.
+        Does nothing where one process trains alone.
+        """
+        run = self.run
+        return run.exchange.no_sync() if run and run.exchange else contextlib.nullcontext()
+
     def synchronize(self) -> None:
         """Wait until nothing is in flight: every tensor holds its newest value, views included."""
         self._the_run("synchronize").synchronize()
@@ -213,7 +225,8 @@ class AutoHeteWrapper(nn.Module):
         """Write model, optimizer and `others` to a file; it is whole at any moment, or the old one.
 
         Plain PyTorch reads it: torch.load gives a dict with the state dicts "model" and "optimizer"
-        and one entry for each keyword. Nothing is copied in memory.
+        and one entry for each keyword. Nothing is copied in memory. Of several ranks all call this
+        and the first one writes, which has the whole optimizer state in memory meanwhile.
 
         Args:
             path: the file; it is written beside (NAME.part) and renamed.
@@ -224,8 +237,13 @@ class AutoHeteWrapper(nn.Module):
             RuntimeError: another process is saving to that path.
             OSError: it cannot be written; the old file is as it was.
         """
-        content = {"model": self, "optimizer": self._optimizer, **others}
-        checkpoint.write_whole(path, checkpoint.content_of(content))
+        content = checkpoint.content_of({"model": self, "optimizer": self._optimizer, **others})
+        ranks = self.run.ranks if self.run else None
+        if ranks is None:
+            checkpoint.write_whole(path, content)
+        else:
+            content["optimizer"] = checkpoint.whole_of(content["optimizer"])
+            ranks.first_does(lambda: checkpoint.write_whole(path, content))
 
     def load_checkpoint(self, path: str | os.PathLike[str], **others: Any) -> dict[str, Any]:
         """Take up a file of save_checkpoint(), or one that plain PyTorch wrote with those keys.
@@ -258,7 +276,8 @@ class AutoHeteWrapper(nn.Module):
             checkpoint.load_model(file, self.module, saved["model"])
             if "optimizer" in saved:
                 make = run.bridge.memory_for_state if run is not None and native else None
-                checkpoint.load_optimizer(file, self._optimizer, saved["optimizer"], make)
+                cut = {"part_of": run.bridge.part_of} if run is not None and native else {}
+                checkpoint.load_optimizer(file, self._optimizer, saved["optimizer"], make, **cut)
             rest = {key: file.read_all(value) for key, value in saved.items() if key not in _PAIR}
         finally:
             file.close()
@@ -273,8 +292,8 @@ class AutoHeteWrapper(nn.Module):
             raise AttributeError(name)
         if name == "_ddp_params_and_buffers_to_ignore":  # the first thing DDP asks a module
             raise ValueError(
-                "AutoHeteWrapper: DistributedDataParallel was put around it, expected one process; "
-                "start the script without a launcher"
+                "AutoHeteWrapper: DistributedDataParallel was put around it, expected nothing; the "
+                "wrapper averages gradients over the ranks of torch.distributed by itself"
             )
         return getattr(self.module, name)
 

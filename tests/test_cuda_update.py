@@ -116,3 +116,33 @@ def test_only_units_the_engine_does_not_update_and_parameters_with_gradients_cha
     changed = [not torch.equal(p, q) for p, q in zip([*first, *second], before, strict=True)]
     assert changed == [False, False, False, True, False, False]
     assert {p: s["step"].item() for p, s in states.items() if s["step"]} == {(1, 0): 1, (1, 1): 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rank_updates_its_rows_as_the_whole_would_be_and_leaves_the_rest(dtype):
+    whole, ours = parameters(dtype), parameters(dtype)
+    before = [p.detach().clone() for p in ours]
+
+    def rows(parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.narrow(0, 2, min(3, len(parameter) - 2))
+
+    states = [state_of(p, False) for p in whole]
+    parts = []
+    for p in ours:
+        state = state_of(p, False)
+        parts.append({k: v if v.dim() == 0 else rows(p, v).clone() for k, v in state.items()})
+    for p, q, gradient in zip(whole, ours, gradients(0), strict=True):
+        p.grad, q.grad = gradient.to(dtype), gradient.to(dtype)
+    for params, state, cut in ((whole, states, None), (ours, parts, rows)):
+        update_on_cuda(
+            [Unit("all", [], params)],
+            lambda unit: False,
+            {(0, i): s for i, s in enumerate(state)},
+            [hyper()],
+            {id(p): 0 for p in params},
+            cut,
+        )
+    for p, q, old, state, part in zip(whole, ours, before, states, parts, strict=True):
+        assert torch.equal(rows(q, q), rows(p, p))
+        assert torch.equal(q[:2], old[:2])
+        assert torch.equal(part["exp_avg_sq"], rows(p, state["exp_avg_sq"]))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import time
+from contextlib import redirect_stdout
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,6 +25,7 @@ Examples:
   autohete demo --check --steps 50     and compare with plain PyTorch, bit for bit
   autohete demo --device cuda          the same on a GPU
   autohete demo --gpu-mem 64MiB        a budget of your own
+  torchrun --nproc-per-node 2 -m autohete demo    two ranks, each with its share of the data
 """
 
 # Of model.report(), for --json.
@@ -54,6 +58,17 @@ _FIGURES = (
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON, nothing else.")
 def command(as_json: bool, check: bool, **choices: Any) -> None:
     """Train a GPT on the standard library's sources within a small device budget."""
+    from autohete.distributed import rank_of_launch, size_of_launch
+
+    if check and size_of_launch() > 1:
+        raise click.UsageError("--check compares one process with plain PyTorch, not several ranks")
+    if rank_of_launch() == 0:
+        return _run(as_json, check, choices)
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):  # the first one tells
+        _run(as_json, check, choices)
+
+
+def _run(as_json: bool, check: bool, choices: dict[str, Any]) -> None:
     from rich.console import Console
 
     from autohete.demo.training import Demo

@@ -21,11 +21,13 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from autohete.demo.gpt import GPT, GPTConfig, generate
 from autohete.demo.need import DeviceNeed, device_need
 from autohete.demo.text import Text, batches, standard_library_text
+from autohete.distributed import rank_of_launch
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 OnStep = Callable[[int, float, Any], None]  # step, loss, the model as the loop sees it
 _HELD_OUT_BATCHES = 8
 _PROMPT = b"def "
+_SEEDS_APART = 1_000_003  # of the ranks' data
 
 
 @dataclass(frozen=True)
@@ -188,12 +190,13 @@ class Demo:
         return Job(model, optimizer, scheduler, self._batches())
 
     def _batches(self) -> Batches:
+        """Random places of the text; each of several ranks (torchrun) draws its own."""
         options = self.options
         return batches(
             self.text.training,
             batch=options.batch,
             context=options.model.context,
-            seed=options.seed,
+            seed=options.seed + _SEEDS_APART * rank_of_launch(),
         )
 
     def _sample(self, model: nn.Module) -> str:

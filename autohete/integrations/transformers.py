@@ -10,12 +10,16 @@ any checkpoint loaded, it attaches. See docs/adr/0007-trainer-callback.md.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import logging
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim import AdamW, Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -53,8 +57,11 @@ class AutoHeteCallback(TrainerCallback):  # type: ignore[misc]
 
     Raises:
         ValueError: here for a bad keyword, when the Trainer is built for arguments that do not go
-            together with autohete (more than one process or GPU, FSDP, DeepSpeed), and in train()
-            when no plan can fit the budgets.
+            together with autohete (more than one GPU in a process, FSDP, DeepSpeed), and in
+            train() when no plan can fit the budgets.
+
+    Under torchrun gradients are averaged over the ranks as DistributedDataParallel does, which is
+    not put around the model.
 
     A second callback for a model takes it over; the first does nothing from then on.
     """
@@ -82,6 +89,7 @@ class AutoHeteCallback(TrainerCallback):  # type: ignore[misc]
             )
             earlier.unwrap()
         self._hold: Hold | None = Hold(model, self)
+        keep_ddp_away()
 
     def _check_options(self, model: nn.Module, options: dict[str, Any]) -> None:
         if isinstance(model, AutoHeteWrapper):
@@ -114,6 +122,10 @@ class AutoHeteCallback(TrainerCallback):  # type: ignore[misc]
                 f"model.to: device is {device}, expected {run.side.torch_device}, where it trains; "
                 "call unwrap() on the AutoHeteCallback before moving it"
             )
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """See AutoHeteWrapper.no_sync; accelerate asks the model for it."""
+        return self._wrapper.no_sync() if self._wrapper else contextlib.nullcontext()
 
     def before_evaluation(self) -> None:
         """evaluate() before train(): there is no optimizer yet, so nothing is updated."""
@@ -148,6 +160,7 @@ class AutoHeteCallback(TrainerCallback):  # type: ignore[misc]
         if self._hold is not None:
             self._hold.release()
             self._hold = None
+            vars(self.model).pop("no_sync", None)
         return self.model
 
     # ---------------------------------------------------------------- what is known
@@ -174,6 +187,8 @@ class AutoHeteCallback(TrainerCallback):  # type: ignore[misc]
         if self._hold is not None:
             self._check_trainer(args, kwargs.get("model"))
             self._device = args.device
+            if args.parallel_mode == ParallelMode.DISTRIBUTED:
+                vars(self.model)["no_sync"] = _NoSync(self)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -211,6 +226,22 @@ class AutoHeteCallback(TrainerCallback):  # type: ignore[misc]
         if state.log_history:
             state.log_history[-1].update(figures)  # a copy of logs, made before this event
 
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The Trainer saves the optimizer on one rank alone, which has its rows only."""
+        run = self._wrapper.run if self._wrapper else None
+        if control.should_save and run is not None:
+            run.bridge.hold_whole()
+
+    on_epoch_end = on_step_end
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._wrapper is not None and self._wrapper.run is not None:
+            self._wrapper.run.bridge.let_go_of_whole()
+
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -228,7 +259,6 @@ class AutoHeteCallback(TrainerCallback):  # type: ignore[misc]
             )
         optim = str(getattr(args.optim, "value", args.optim))
         for wrong, what in (
-            (args.parallel_mode == ParallelMode.DISTRIBUTED, "a launcher's process group (DDP)"),
             (args.n_gpu > 1, f"{args.n_gpu} GPUs (DataParallel)"),
             (bool(args.fsdp), "fsdp"),
             (bool(args.deepspeed), "deepspeed"),
@@ -238,10 +268,10 @@ class AutoHeteCallback(TrainerCallback):  # type: ignore[misc]
         ):
             if wrong:
                 raise ValueError(
-                    f"AutoHeteCallback: the Trainer uses {what}, expected one process with one "
-                    "device, a model that is not compiled or converted, and an optimizer that "
-                    "updates in step(); start one process and set CUDA_VISIBLE_DEVICES to one GPU, "
-                    "or leave that argument out"
+                    f"AutoHeteCallback: the Trainer uses {what}, expected one device for each "
+                    "process, a model that is not compiled or converted, and an optimizer that "
+                    "updates in step(); start one process per GPU (torchrun) or set "
+                    "CUDA_VISIBLE_DEVICES to one GPU, or leave that argument out"
                 )
         if args.device.type == "cpu":
             Config(**self._options).budget_for(args.device)
@@ -261,6 +291,47 @@ class AutoHeteCallback(TrainerCallback):  # type: ignore[misc]
         figures["autohete/waited_seconds"] = sum(getattr(report, name) for name in _WAITS)
         figures["autohete/skipped_steps"] = self.num_skipped_steps
         return figures
+
+
+def _nothing() -> Any:
+    return contextlib.nullcontext
+
+
+class _NoSync:
+    """A held model's no_sync(), as DDP's; a copy of the model has one that does nothing."""
+
+    def __init__(self, callback: AutoHeteCallback) -> None:
+        self._callback = callback
+
+    def __call__(self) -> contextlib.AbstractContextManager[None]:
+        return self._callback.no_sync()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return contextlib.nullcontext
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()
+
+
+def keep_ddp_away() -> None:
+    """Let accelerate prepare held models without DistributedDataParallel, once and for all.
+
+    The Trainer gives a callback no place between making the accelerator and wrapping the model.
+    With evaluation_mode accelerate does all it does to a model but multiply it.
+    """
+    original = Accelerator.prepare_model
+    if getattr(original, "_autohete", False):
+        return
+
+    @functools.wraps(original)
+    def prepare_model(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        held = isinstance(model, nn.Module) and holder_of(model) is not None
+        if held and self.distributed_type != DistributedType.NO and len(args) < 2:
+            kwargs["evaluation_mode"] = True
+        return original(self, model, *args, **kwargs)
+
+    prepare_model._autohete = True  # type: ignore[attr-defined]
+    Accelerator.prepare_model = prepare_model
 
 
 class _WithoutCache(HookedForward):

@@ -297,6 +297,8 @@ def loaded_state(
     for key, value in saved.items():
         if key == "step":
             state[key] = _loaded_step(value)
+        elif hasattr(value, "to_local"):  # a rank's part of it: stays what it is
+            state[key] = value.detach().clone()
         elif key in _FP32_KEYS and isinstance(value, Tensor):
             dtype = torch.float32 if key == "master" else moment_dtype
             state[key] = torch.empty_like(

@@ -177,6 +177,12 @@ py::dict state(TorchEngine& self, int unit, int index) {
 void bind_engine(py::module_& module) {
   py::class_<TorchEngine>(module, "Engine")
       .def(py::init<DeviceHandle, int>(), py::arg("device"), py::arg("num_workers") = 0)
+      .def(
+          "set_ranks",
+          [](TorchEngine& self, int rank, int size, TorchEngine::Share share) {
+            self.set_ranks({rank, size}, std::move(share));
+          },
+          py::arg("rank"), py::arg("size"), py::arg("share"))
       .def("add_unit", &TorchEngine::add_unit, py::arg("name"), py::arg("parameters"),
            py::arg("masters"), py::arg("updated"), py::arg("with_state"), py::arg("amsgrad"),
            py::arg("plan"))
@@ -219,6 +225,11 @@ void bind_engine(py::module_& module) {
               std::optional<at::Tensor> master) {
              self.settle(unit);
              self.unit(unit).adopt_state(index, step, exp_avg, exp_avg_sq, max_exp_avg_sq, master);
+           })
+      .def("part",
+           [](TorchEngine& self, int unit, int index) {
+             const TorchParameter& p = self.unit(unit).parameters().at(index);
+             return py::make_tuple(p.is_shared, p.first_row, p.num_rows);
            })
       .def("set_group", &TorchEngine::set_group)
       .def("commit", &TorchEngine::commit)

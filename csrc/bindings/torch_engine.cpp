@@ -37,7 +37,15 @@ TorchEngine::TorchEngine(DeviceHandle handle, int num_workers)
   });
 }
 
-TorchEngine::~TorchEngine() = default;
+TorchEngine::~TorchEngine() {
+  NoGil no_gil;  // what other ranks are waited with needs it
+  engine_.stop();
+}
+
+void TorchEngine::set_ranks(RankOf rank, Share share) {
+  rank_ = rank;
+  share_ = std::move(share);
+}
 
 int TorchEngine::add_unit(const std::string& name, const std::vector<at::Tensor>& parameters,
                           const std::vector<std::optional<at::Tensor>>& masters,
@@ -48,7 +56,7 @@ int TorchEngine::add_unit(const std::string& name, const std::vector<at::Tensor>
     known.push_back(master.value_or(at::Tensor()));
   units_.push_back(std::make_unique<TorchUnit>(name, parameters, known, updated, with_state,
                                                amsgrad, plan, *handle_.store, handle_.torch_device,
-                                               copier()));
+                                               copier(), rank_));
   versions_.push_back(0);
   users_.push_back(0);
   touched_.push_back(false);
@@ -274,6 +282,7 @@ bool TorchEngine::commit_ahead(int index, const std::vector<AdamSpan>& spans) {
   }
   if (!kept) return false;
   if (!offer.in_place) unit.swap_spare();
+  share_later(index);
   auto again = [this, index, offer, suspect, spans = offer.spans] {
     if (suspect && hash_of_gradients(spans) == *offer.hash) return;
     if (offer.in_place) throw std::runtime_error(broken_promise(index, "gradients changed"));
@@ -530,7 +539,7 @@ void TorchEngine::commit(const std::vector<AdamHyper>& hypers) {
     const bool ahead = commit_ahead(i, spans);
     gradients_touched_[i] = false;
     if (ahead) continue;
-    if (spans.empty()) continue;
+    if (!share_later(i) && spans.empty()) continue;
     NoGil no_gil;
     if (kernels_pending && !unit.gradients_leaving()) engine_.send_gradients(i, {});
     const std::size_t num_parameters = count_parameters(spans);
@@ -542,6 +551,17 @@ void TorchEngine::commit(const std::vector<AdamHyper>& hypers) {
   NoGil no_gil;
   engine_.begin_iteration();
   if (barrier_) engine_.wait_idle();
+}
+
+// The other ranks' parts of the unit follow its update, where there are other ranks.
+bool TorchEngine::share_later(int index) {
+  if (!share_) return false;
+  std::vector<at::Tensor> parameters = units_[index]->shared_parameters();
+  if (parameters.empty()) return false;
+  auto share = [this, index, parameters = std::move(parameters)] { share_(index, parameters); };
+  NoGil no_gil;
+  engine_.share_after_update(index, std::move(share));
+  return true;
 }
 
 // The host device's own update: on the calling thread and the workers, as device compute would be.

@@ -34,6 +34,11 @@ class TorchEngine {
   ~TorchEngine();
 
   // --- set-up, with nothing in flight
+  // Units added from here on are cut among ranks: this one has its part of the optimizer state, and
+  // `share(unit, parameters)` brings the other ranks' parts after each update, on a thread of its
+  // own and for all ranks in the same order.
+  using Share = std::function<void(int unit, std::vector<at::Tensor> parameters)>;
+  void set_ranks(RankOf rank, Share share);
   int add_unit(const std::string& name, const std::vector<at::Tensor>& parameters,
                const std::vector<std::optional<at::Tensor>>& masters,
                const std::vector<bool>& updated, bool with_state, bool amsgrad,
@@ -140,6 +145,7 @@ class TorchEngine {
   void update_now(const std::vector<AdamSpan>& spans);
   ContentHash hash_of_gradients(const std::vector<AdamSpan>& spans);
   void update_on_device(const std::vector<AdamHyper>& hypers);
+  bool share_later(int unit);
   CopyAndWait copier();
 
   DeviceHandle handle_;
@@ -155,6 +161,8 @@ class TorchEngine {
   Expectation expectation_;
   std::string broken_promise_;
   bool barrier_ = false;
+  RankOf rank_;
+  Share share_;
   std::atomic<std::uint64_t> updates_redone_{0};
   Engine engine_;  // last: its lanes stop first
 };

@@ -5,6 +5,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "csrc/base/check.h"
@@ -46,12 +47,13 @@ at::Tensor exclusive_gradient(const at::Tensor& parameter, const at::Tensor& gra
 TorchUnit::TorchUnit(std::string name, const std::vector<at::Tensor>& parameters,
                      const std::vector<at::Tensor>& masters, const std::vector<bool>& updated,
                      bool with_state, bool amsgrad, const UnitPlan& plan, Store& store,
-                     c10::Device device, const CopyAndWait& copy)
+                     c10::Device device, const CopyAndWait& copy, RankOf rank)
     : name_(std::move(name)), device_(device), amsgrad_(amsgrad) {
   AH_ASSERT(parameters.size() == masters.size() && parameters.size() == updated.size());
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     TorchParameter parameter;
     parameter.value = HomedTensor(parameters[i], param_bytes_);
+    cut(parameter, rank);
     const std::size_t bytes = align_up(parameters[i].nbytes());
     param_bytes_ += bytes;
     if (updated[i]) {
@@ -69,18 +71,46 @@ TorchUnit::TorchUnit(std::string name, const std::vector<at::Tensor>& parameters
     }
     parameters_.push_back(std::move(parameter));
   }
+  const bool any = std::find(updated.begin(), updated.end(), true) != updated.end();
+  if (with_state && any) state_bytes_ = std::max(state_bytes_, kBlockAlignment);
   plan_ = plan;
   allocate(plan, store);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     TorchParameter& parameter = parameters_[i];
     if (parameter.group >= 0 && with_state && parameter.is_half()) {
       parameter.master = state_array(i, kMaster);
-      parameter.master.tensor().copy_(
-          (masters[i].defined() ? masters[i] : parameter.value.tensor()).detach());
+      parameter.master.tensor().copy_(parameter.part_of(
+          (masters[i].defined() ? masters[i] : parameter.value.tensor()).detach()));
     }
     parameter.value.move_into(newest_block(), device_);
   }
   take_edits(copy);
+}
+
+// This rank's part of the parameter.
+void TorchUnit::cut(TorchParameter& parameter, RankOf rank) {
+  const at::Tensor& value = parameter.value.tensor();
+  parameter.part_numel = static_cast<std::size_t>(value.numel());
+  if (value.dim() > 0) parameter.num_rows = value.size(0);
+  if (rank.size < 2 || value.dim() == 0 || value.numel() == 0 || !value.is_contiguous()) return;
+  const std::int64_t rows = value.size(0);
+  const std::int64_t each = (rows + rank.size - 1) / rank.size;
+  parameter.is_shared = true;
+  parameter.first_row = std::min(rank.rank * each, rows);
+  parameter.num_rows = std::min(parameter.first_row + each, rows) - parameter.first_row;
+  const auto of_a_row = static_cast<std::size_t>(value.numel() / rows);
+  parameter.part_begin = static_cast<std::size_t>(parameter.first_row) * of_a_row;
+  parameter.part_numel = static_cast<std::size_t>(parameter.num_rows) * of_a_row;
+}
+
+std::vector<std::int64_t> TorchParameter::state_sizes() const {
+  std::vector<std::int64_t> sizes = value.tensor().sizes().vec();
+  if (is_shared) sizes[0] = num_rows;
+  return sizes;
+}
+
+at::Tensor TorchParameter::part_of(const at::Tensor& whole) const {
+  return is_shared ? whole.narrow(0, first_row, num_rows) : whole;
 }
 
 // The blocks a plan calls for; those there already are kept.
@@ -138,13 +168,13 @@ HomedTensor TorchUnit::state_array(std::size_t i, int index) const {
   const at::Tensor& value = parameters_[i].value.tensor();
   at::Tensor array =
       at::empty_strided({0}, {1}, at::TensorOptions().dtype(at::kFloat).device(device));
-  const std::size_t bytes = static_cast<std::size_t>(value.numel()) * sizeof(float);
+  const std::size_t bytes = parameters_[i].part_numel * sizeof(float);
   // Resizable, as torch's own: it is an ordinary storage again after leave().
   {
     c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, device),
                          c10::GetAllocator(device.type()), /*resizable=*/true);
     point_storage(*storage.unsafeGetStorageImpl(), state_, offset, device);
-    array.set_(storage, 0, value.sizes(), value.strides());
+    array.set_(storage, 0, parameters_[i].state_sizes(), value.strides());
   }
   HomedTensor homed(array, offset);
   homed.move_into(state_, device);  // already there: takes note of the storage
@@ -239,6 +269,9 @@ bool TorchUnit::adopt_replaced() {
     require(tensor.nbytes() == parameter.value.bytes(), "autohete: a parameter of unit ", name_,
             " has ", tensor.nbytes(), " bytes, expected ", parameter.value.bytes(),
             "; its size or dtype was changed after wrapping: unwrap() before, wrap again after");
+    require(!parameter.is_shared || tensor.is_contiguous(), "autohete: a parameter of unit ", name_,
+            " was given a layout that is not contiguous, expected one that is: the ranks have rows "
+            "of it; use contiguous()");
     parameter.value.move_into(newest_block(), device_);
     lay_out_like_parameter(i);
     any = true;
@@ -381,7 +414,7 @@ void TorchUnit::forget_state(std::size_t i) {
   if (!parameter.master.defined()) return;
   if (!parameter.master.replaced()) parameter.master.let_go(state_->tier());
   parameter.master = state_array(i, kMaster);
-  parameter.master.tensor().copy_(parameter.value.tensor().detach());
+  parameter.master.tensor().copy_(parameter.part_of(parameter.value.tensor().detach()));
 }
 
 void TorchUnit::make_state(std::size_t i) {
@@ -404,7 +437,10 @@ void TorchUnit::adopt_state(std::size_t i, at::Tensor step, at::Tensor exp_avg,
                             at::Tensor exp_avg_sq, std::optional<at::Tensor> max_exp_avg_sq,
                             std::optional<at::Tensor> master) {
   TorchParameter& parameter = parameters_.at(i);
-  const auto take = [&](HomedTensor& home, const at::Tensor& tensor, int index) {
+  const auto take = [&](HomedTensor& home, const at::Tensor& given, int index) {
+    const at::Tensor tensor = given.sizes() == at::IntArrayRef(parameter.state_sizes())
+                                  ? given
+                                  : parameter.part_of(given);
     if (home.defined() && tensor.is_same(home.tensor()) && !home.replaced()) return;
     if (home.defined() && !home.replaced()) home.let_go(state_->tier());
     const bool as_ours = tensor.scalar_type() == at::kFloat && tensor.device() == state_device() &&
@@ -436,7 +472,7 @@ std::vector<AdamSpan> TorchUnit::make_spans(const std::vector<AdamHyper>& hypers
     AH_ASSERT(parameter.step.defined());
     *parameter.step.data_ptr<float>() += 1.0F;
     value.unsafeGetTensorImpl()->bump_version();
-    if (value.numel() > 0) spans.push_back(span_at_home(parameter, hypers));
+    if (parameter.part_numel > 0) spans.push_back(span_at_home(parameter, hypers));
   }
   return spans;
 }
@@ -447,16 +483,19 @@ AdamSpan TorchUnit::span_at_home(TorchParameter& parameter, const std::vector<Ad
   const bool host = plan_.optimizer_state == Tier::kHost;
   AdamSpan span;
   span.step = *parameter.step.data_ptr<float>();
-  span.numel = static_cast<std::size_t>(value.numel());
+  span.numel = parameter.part_numel;
+  const std::size_t begin_bytes = parameter.part_begin * value.element_size();
   span.hyper = hypers.at(static_cast<std::size_t>(parameter.group));
   span.hyper.grad_scale *= parameter.gradient_factor;
   span.grad_dtype = to_dtype(value.grad().scalar_type());
   if (host) {
-    span.grad = gradients_host_->data() + parameter.gradient_offset;
+    span.grad = gradients_host_->data() + parameter.gradient_offset + begin_bytes;
   } else {
-    span.grad = exclusive_gradient(value, value.grad()).data_ptr();
+    span.grad = static_cast<const std::byte*>(exclusive_gradient(value, value.grad()).data_ptr()) +
+                begin_bytes;
   }
-  std::byte* home = (host ? params_host_ : params_device_)->data() + parameter.value.offset();
+  std::byte* home =
+      (host ? params_host_ : params_device_)->data() + parameter.value.offset() + begin_bytes;
   float* master = parameter.is_half() ? parameter.master.tensor().data_ptr<float>()
                                       : reinterpret_cast<float*>(home);
   span.param_in = span.param_out = master;
@@ -507,7 +546,7 @@ std::vector<AdamSpan> TorchUnit::spans_ahead_in_place(const std::vector<AdamHype
   for (TorchParameter& parameter : parameters_) {
     const at::Tensor& value = parameter.value.tensor();
     if (parameter.group < 0 || !value.grad().defined() || !parameter.step.defined()) return {};
-    if (value.numel() == 0) continue;
+    if (parameter.part_numel == 0) continue;
     spans.push_back(span_at_home(parameter, hypers));
     spans.back().step += 1;
   }
@@ -608,6 +647,16 @@ std::size_t TorchUnit::device_gradient_bytes() const {
     if (gradient.defined() && !on_host(parameter, gradient)) bytes += gradient.nbytes();
   }
   return bytes;
+}
+
+std::vector<at::Tensor> TorchUnit::shared_parameters() const {
+  std::vector<at::Tensor> shared;
+  for (const TorchParameter& parameter : parameters_) {
+    const at::Tensor& value = parameter.value.tensor();
+    if (parameter.is_shared && parameter.group >= 0 && value.grad().defined())
+      shared.push_back(tensor_over(params_host_, parameter.value.offset(), value));
+  }
+  return shared;
 }
 
 bool TorchUnit::has_gradient_factors() const {

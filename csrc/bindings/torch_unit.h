@@ -22,12 +22,24 @@ namespace autohete {
 // Copies bytes between tiers and waits. Supplied by the engine's owner.
 using CopyAndWait = std::function<void(const BlockPtr& dst, const BlockPtr& src)>;
 
+// Which of the ranks that train together this one is. Each has the optimizer state of its part of
+// every parameter and updates that part: rows [rank * n, (rank + 1) * n) with n = rows / size,
+// rounded up, as DTensor's Shard(0) cuts them. A parameter whose rows do not lie one after the
+// other is every rank's as a whole.
+struct RankOf {
+  int rank = 0, size = 1;
+};
+
 // A parameter and what belongs to it.
 struct TorchParameter {
   HomedTensor value;
   std::size_t gradient_offset = 0;
   int group = -1;         // index of its param group; -1: not in the optimizer
   bool has_room = false;  // for gradient and state: it was in the optimizer when it was wrapped
+  // This rank's part: rows of dimension 0, and elements in memory. One rank: all.
+  bool is_shared = false;  // other ranks have the rest
+  std::int64_t first_row = 0, num_rows = 0;
+  std::size_t part_begin = 0, part_numel = 0;
 
   // The gradient on its way to the host, and its version when the copy was queued.
   at::Tensor leaving;
@@ -48,9 +60,11 @@ struct TorchParameter {
   at::Tensor step;  // 0-dim float32 on the CPU
 
   bool is_half() const { return value.tensor().scalar_type() != at::kFloat; }
-  std::size_t state_array_bytes() const {
-    return align_up(static_cast<std::size_t>(value.tensor().numel()) * sizeof(float));
-  }
+  std::size_t state_array_bytes() const { return align_up(part_numel * sizeof(float)); }
+  // The shape of its state.
+  std::vector<std::int64_t> state_sizes() const;
+  // The rows of a tensor shaped like the parameter that this rank has.
+  at::Tensor part_of(const at::Tensor& whole) const;
 };
 
 class TorchUnit {
@@ -61,7 +75,7 @@ class TorchUnit {
   TorchUnit(std::string name, const std::vector<at::Tensor>& parameters,
             const std::vector<at::Tensor>& masters, const std::vector<bool>& updated,
             bool with_state, bool amsgrad, const UnitPlan& plan, Store& store, c10::Device device,
-            const CopyAndWait& copy);
+            const CopyAndWait& copy, RankOf rank = {});
 
   const std::string& name() const { return name_; }
   const UnitPlan& plan() const { return plan_; }
@@ -121,7 +135,8 @@ class TorchUnit {
   // with make_state(). The parameter's bytes must be final.
   void forget_state(std::size_t i);
   // Takes the user's tensors as the state of parameter i: they become the visible ones, over the
-  // state block; those of another dtype, device or layout are copied. Shaped like the parameter.
+  // state block; those of another dtype, device or layout are copied. Shaped like the parameter, or
+  // like this rank's part of it.
   void adopt_state(std::size_t i, at::Tensor step, at::Tensor exp_avg, at::Tensor exp_avg_sq,
                    std::optional<at::Tensor> max_exp_avg_sq, std::optional<at::Tensor> master);
 
@@ -157,6 +172,8 @@ class TorchUnit {
   bool has_gradients() const;
   // Bytes of gradients that are on the device, those on their way out included.
   std::size_t device_gradient_bytes() const;
+  // Parameters of the host block that the ranks update a part of each and that have gradients.
+  std::vector<at::Tensor> shared_parameters() const;
   // Some gradient that is still there waits to be multiplied.
   bool has_gradient_factors() const;
   // Multiplies the gradients by their factors, in place.
@@ -173,6 +190,7 @@ class TorchUnit {
   HomedTensor state_array(std::size_t i, int index) const;
   AdamSpan span_at_home(TorchParameter& parameter, const std::vector<AdamHyper>& hypers);
   void lay_out_like_parameter(std::size_t i);
+  void cut(TorchParameter& parameter, RankOf rank);
 
   std::string name_;
   c10::Device device_;

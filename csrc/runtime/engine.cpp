@@ -17,13 +17,16 @@ Engine::Engine(Device& device, Store& store)
 
 bool Engine::in_forked_child() const { return getpid() != owner_process_; }
 
-Engine::~Engine() {
+Engine::~Engine() { stop(); }
+
+void Engine::stop() {
   {
     Lock lock(mutex_);
     stopping_ = true;
   }
   // Updates first: a running one may still submit an upload; then no lane has a customer left.
   update_lane_.reset();
+  share_lane_.reset();
   download_lane_.reset();
   upload_lane_.reset();
 }
@@ -494,8 +497,20 @@ void Engine::commit_ahead(int index, BlockPtr params_host, std::function<void()>
     unit.update_always = always;
     return start_update(index);
   }
-  finish_update(index);
-  changed_.notify_all();
+  updated(index);
+}
+
+void Engine::share_after_update(int index, std::function<void()> share) {
+  refuse_training_in_child();
+  Lock lock(mutex_);
+  rethrow(lock);
+  Unit& unit = units_.at(index);
+  wait(lock, &EngineCounters::wait_update_seconds, index,
+       [&] { return unit.state.parameters_final(); });
+  rethrow(lock);
+  if (!share_lane_) share_lane_ = std::make_unique<InOrderLane>();
+  unit.share = std::move(share);
+  share_lane_->expect(index);
 }
 
 void Engine::begin_iteration() {
@@ -548,6 +563,35 @@ void Engine::run_update(int index) {
     keep_rate(start, num_parameters);
     timeline_.add({Lane::kCpu, index, "update", start, Timeline::now(), 0});
   }
+  Lock lock(mutex_);
+  if (error) fail(error);
+  updated(index);
+}
+
+// With mutex_ held. This rank's part of the unit is new.
+void Engine::updated(int index) {
+  if (units_[index].share && !error_ && !stopping_) {
+    share_lane_->ready(index, [this, index] { run_share(index); });
+    return;
+  }
+  finish_update(index);
+  changed_.notify_all();
+}
+
+// On the share lane's thread.
+void Engine::run_share(int index) {
+  std::function<void()> share;
+  {
+    Lock lock(mutex_);
+    share = std::exchange(units_[index].share, nullptr);
+  }
+  std::exception_ptr error;
+  try {
+    share();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  share = nullptr;
   Lock lock(mutex_);
   if (error) fail(error);
   finish_update(index);

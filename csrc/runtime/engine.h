@@ -29,6 +29,7 @@
 #include "csrc/plan/order.h"
 #include "csrc/plan/plan.h"
 #include "csrc/runtime/ahead_task.h"
+#include "csrc/runtime/in_order_lane.h"
 #include "csrc/runtime/timeline.h"
 #include "csrc/runtime/transfer.h"
 #include "csrc/runtime/unit_state.h"
@@ -140,6 +141,12 @@ class Engine {
   // block it writes the parameters to, the unit's own from now on. `again` does the same work, for
   // the case that it fails ahead; with `always` it is called in any case, to check and mend.
   void commit_ahead(int unit, BlockPtr params_host, std::function<void()> again, bool always);
+  // The unit's next update is followed by `share`, on a thread that takes units in the order of
+  // these calls; the parameters are final after it. For ranks that update a part of the unit each.
+  // What it throws ends the engine's work. Call before commit().
+  void share_after_update(int unit, std::function<void()> share);
+  // Joins the lanes' threads early, where the caller holds what a running `share` needs.
+  void stop();
   // step() is over: the next traversal is a forward from unit 0; starts its first uploads.
   void begin_iteration();
   // The iteration barrier of other systems: waits until no update and no upload is left.
@@ -174,6 +181,7 @@ class Engine {
     bool touched = false;    // settled since the last upload: kernels may be reading or writing it
     Event last_use;          // of a device block that is not a slot
     std::function<void()> update;
+    std::function<void()> share;
     bool update_always = true;       // also where the update has run ahead
     std::size_t num_parameters = 0;  // that an update writes
     AheadTask measure, ahead;
@@ -196,6 +204,8 @@ class Engine {
   bool in_forked_child() const;
   void refuse_training_in_child() const;
   void run_update(int unit);
+  void updated(int unit);
+  void run_share(int unit);
   void finish_update(int unit);
   void ready_to_commit(Lock& lock, int unit);
   void queue_ahead(int unit, AheadTask Unit::* task, std::uint64_t priority);
@@ -232,6 +242,7 @@ class Engine {
 
   // Lanes last: they stop first, so no callback meets a dead member.
   std::unique_ptr<TransferLane> upload_lane_, download_lane_;
+  std::unique_ptr<InOrderLane> share_lane_;  // made when it is needed
   std::unique_ptr<UpdateLane> update_lane_;
 };
 

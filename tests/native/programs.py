@@ -76,7 +76,12 @@ PROGRAMS = {
     "stress": Program(suites=("stress_transfer",), sources=_HOST),
     "engine": Program(
         suites=("stress_engine",),
-        sources=("csrc/runtime/engine.cpp", "csrc/runtime/update_lane.cpp", *_HOST),
+        sources=(
+            "csrc/runtime/engine.cpp",
+            "csrc/runtime/in_order_lane.cpp",
+            "csrc/runtime/update_lane.cpp",
+            *_HOST,
+        ),
     ),
 }
 

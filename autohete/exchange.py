@@ -1,0 +1,333 @@
+"""Gradients are averaged over the ranks, unit by unit, while backward goes on.
+
+Each backward exchanges every unit once, in one order on all ranks, whatever each rank's backward
+did: a unit goes when it has left backward and all before it in that order have gone, the rest when
+backward is over. A rank without a gradient sends zeros. So collectives cannot meet the wrong
+partner, and ranks may differ in which units they used.
+
+The first backward exchanges everything at its end, to see whose gradients change after their unit
+has left (weights that are used outside of it): those always wait for the end. Should others change
+behind their exchange later, they go once more; all ranks hear of it.
+
+Everything after (copies to the host, clipping, updates ahead of step()) sees averaged gradients,
+the same bits on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autohete.distributed import Ranks
+from autohete.units import Unit
+
+_ALIGNMENT = 64
+
+
+class _Version:
+    """A gradient, weakly, and its version counter."""
+
+    __slots__ = ("ref", "version")
+
+    def __init__(self, gradient: Tensor | None, version: int = 0) -> None:
+        # One object for as long as the gradient lives, so that it can be compared by identity.
+        self.ref = None if gradient is None else weakref.ref(gradient)
+        self.version = version if gradient is None else gradient._version
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Version):
+            return NotImplemented
+        return self.ref is other.ref and self.version == other.version
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+_NONE, _NEVER = _Version(None), _Version(None, -1)
+
+
+@dataclass
+class _Bucket:
+    """Parameters of one dtype of one unit, exchanged as one tensor, one flag each behind them."""
+
+    parameters: list[nn.Parameter]
+    numel: int = 0
+    known: list[_Version] = field(default_factory=list)
+    """The gradients as the last exchange left them."""
+    packed: list[_Version] = field(default_factory=list)
+    """As they were when they were packed."""
+
+    def __post_init__(self) -> None:
+        self.dtype = self.parameters[0].dtype
+        self.numel = sum(p.numel() for p in self.parameters)
+        length = self.numel + len(self.parameters)
+        self.nbytes = -(-length * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        self.known = [_NEVER] * len(self.parameters)
+
+    def versions(self) -> list[_Version]:
+        """Which gradients there are now, and how often they were written to."""
+        return [_Version(p.grad) for p in self.parameters]
+
+    def pack(self, flat: Tensor, num_ranks: int) -> None:
+        """Lay out this rank's share of the average, and which gradients it added to."""
+        self.packed = self.versions()
+        for p, view in zip(self.parameters, self._views(flat), strict=True):
+            if p.grad is None:
+                view.zero_()
+            else:
+                view.copy_(p.grad)
+        flat[: self.numel].div_(num_ranks)  # before the sum, which may overflow in half precision
+        flat[self.numel :] = 0
+        changed = torch.tensor(self.changed(), dtype=flat.dtype)
+        flat[self.numel : self.numel + len(changed)] = changed
+
+    def unpack(self, flat: Tensor) -> None:
+        """Take up the average where any rank has added to it; the rest stays, to the bit."""
+        changed = flat[self.numel : self.numel + len(self.parameters)].tolist()
+        self.known = self.packed
+        now = self.versions()
+        views = self._views(flat)
+        for i, (p, view) in enumerate(zip(self.parameters, views, strict=True)):
+            if not changed[i]:
+                continue
+            if now[i] == self.packed[i]:
+                if p.grad is None:
+                    p.grad = torch.empty_like(p)
+                p.grad.copy_(view)
+                self.known[i] = _Version(p.grad)
+            elif self.packed[i] == _NONE:  # what came since goes in another exchange
+                assert p.grad is not None
+                p.grad.add_(view)
+                self.known[i] = _NEVER
+            else:
+                raise RuntimeError(
+                    f"autohete: a gradient of shape {tuple(p.shape)} was added to after its unit "
+                    "had left backward, expected the order of the first backward; train with "
+                    "plain DistributedDataParallel where weights change their places in the graph"
+                )
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        pieces = flat[: self.numel].split([p.numel() for p in self.parameters])
+        return [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
+
+    def changed(self) -> list[bool]:
+        """Which gradients this rank added to since the last exchange."""
+        now = self.versions()
+        return [n != _NONE and n != k for n, k in zip(now, self.known, strict=True)]
+
+
+@dataclass
+class _Sent:
+    """A unit on its way."""
+
+    unit: int
+    memory: Tensor
+    parts: list[tuple[_Bucket, Tensor, Any]]
+
+
+class GradientExchange:
+    """The exchange of one run. Hook thread only.
+
+    Args:
+        prepare: makes a unit's gradients plain tensors that may be read and written.
+        arrived: a unit's gradients are the averaged ones.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        units: list[Unit],
+        prepare: Callable[[int], None],
+        arrived: Callable[[int], None],
+    ) -> None:
+        self._ranks = ranks
+        self._prepare, self._arrived = prepare, arrived
+        self._units = units
+        self._buckets = [_buckets_of(unit) for unit in units]
+        self.order = list(reversed(range(len(units))))
+        self.enabled = True
+        self._in_flight = 1  # units on their way while the next computes
+        self._next = 0  # place in the order
+        self._left: set[int] = set()  # units whose backward is through
+        self._late: set[int] | None = None  # units that wait for the end; None: not known yet
+        self._at_leave: dict[int, list[list[_Version]]] = {}  # in the first backward
+        self._sent: deque[_Sent] = deque()
+        self._spare: list[Tensor] = []  # buffers to pack in
+        self._alone: set[int] = set()  # units with gradients of this rank only (no_sync)
+        self._broken: str | None = None
+        self.wants_plan: Callable[[], bool] = lambda: False
+        self.plan_is_due = False
+        """Some rank wanted a new plan when the last backward ended; all ranks know."""
+
+    # ---------------------------------------------------------------- backward
+
+    def left(self, unit: int) -> None:
+        """Backward is through with the unit."""
+        if not self.enabled:
+            return
+        if self._late is None:
+            self._at_leave[unit] = self._versions(unit)
+            return
+        if unit not in self._late:
+            self._left.add(unit)
+        while self._next < len(self.order) and self.order[self._next] in self._left:
+            self._send_next()
+        self._land(self._in_flight)
+
+    def finish(self) -> None:
+        """Backward is over: exchange what is left, and what changed behind its exchange."""
+        if not self.enabled:
+            self._alone.update(u for u in self.order if self._has_changed(u))
+            self._left.clear()
+            return
+        self._check()
+        late = {u for u, then in self._at_leave.items() if then != self._versions(u)}
+        while self._next < len(self.order):
+            self._send_next()
+            self._land(self._in_flight)
+        self._land(0)
+        if self._late is None:
+            self._late = self._on_any_rank(late)
+            self._at_leave.clear()
+        else:
+            again = self._on_any_rank({u for u in self.order if self._has_changed(u)})
+            self._late |= again
+            for unit in (u for u in self.order if u in again):
+                self._send(unit)
+                self._land(0)
+        self._next = 0
+        self._left.clear()
+        self._alone.clear()
+
+    def _send_next(self) -> None:
+        self._check()
+        unit = self.order[self._next]
+        self._next += 1
+        self._send(unit)
+
+    @torch.no_grad()
+    def _send(self, unit: int) -> None:
+        if not (buckets := self._buckets_now(unit)):
+            return
+        self._prepare(unit)
+        memory = self._spare.pop() if self._spare else self._make_buffer(buckets)
+        sent, offset = _Sent(unit, memory, []), 0
+        with torch._C.DisableTorchFunctionSubclass():
+            for bucket in buckets:
+                flat = memory[offset : offset + bucket.nbytes].view(bucket.dtype)
+                offset += bucket.nbytes
+                bucket.pack(flat, self._ranks.size)
+                work = dist.all_reduce(flat, group=self._ranks.exchange, async_op=True)
+                sent.parts.append((bucket, flat, work))
+        self._sent.append(sent)
+
+    def _land(self, in_flight: int) -> None:
+        """Take up what has arrived until at most so many units are on their way."""
+        while len(self._sent) > in_flight:
+            sent = self._sent.popleft()
+            for bucket, flat, work in sent.parts:
+                self._ranks.wait(work, "the exchange of gradients", self._ranks.exchange)
+                with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                    bucket.unpack(flat)
+            self._spare.append(sent.memory)
+            self._arrived(sent.unit)
+
+    def _buckets_now(self, unit: int) -> list[_Bucket]:
+        """The unit's buckets, made anew when parameters were frozen or thawed since."""
+        have = [p for bucket in self._buckets[unit] for p in bucket.parameters]
+        wanted = _trained(self._units[unit])
+        if len(have) != len(wanted) or {id(p) for p in have} != {id(p) for p in wanted}:
+            self._buckets[unit] = _buckets_of(self._units[unit])
+            self._spare.clear()
+        return self._buckets[unit]
+
+    def _make_buffer(self, buckets: list[_Bucket]) -> Tensor:
+        device = buckets[0].parameters[0].device
+        return torch.empty(self._largest(), dtype=torch.uint8, device=device)
+
+    def _largest(self) -> int:
+        return max(sum(bucket.nbytes for bucket in buckets) for buckets in self._buckets)
+
+    def _has_changed(self, unit: int) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(any(bucket.changed()) for bucket in self._buckets[unit])
+
+    def _versions(self, unit: int) -> list[list[_Version]]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [bucket.versions() for bucket in self._buckets[unit]]
+
+    def _on_any_rank(self, units: set[int]) -> set[int]:
+        marks = torch.zeros(len(self.order) + 1, dtype=torch.uint8)
+        marks[list(units)] = 1
+        marks[-1] = int(self.wants_plan())
+        work = dist.all_reduce(marks, dist.ReduceOp.MAX, group=self._ranks.host, async_op=True)
+        self._ranks.wait(work, "the end of backward", self._ranks.host)
+        *of_units, plan = marks.tolist()
+        self.plan_is_due = self.plan_is_due or bool(plan)
+        return {unit for unit, mark in enumerate(of_units) if mark}
+
+    # ---------------------------------------------------------------- around it
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients made inside stay this rank's own until the next backward outside."""
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+    def check_step(self) -> None:
+        """Raise ValueError where a step would use gradients of this rank alone."""
+        if any(self._has_changed(u) for u in self._alone):
+            raise ValueError(
+                "step(): the last backward was under no_sync(), expected one outside of it before "
+                "each step, so that all ranks take the same step; leave no_sync() for the last "
+                "micro-batch"
+            )
+        self._alone.clear()
+
+    def abandon(self) -> None:
+        """Backward was left by an exception; the others may wait for what does not come."""
+        if self._sent or self._next:
+            self._broken = "a backward was left by an exception while gradients were exchanged"
+        self._left.clear()
+
+    def _check(self) -> None:
+        if self._broken:
+            raise RuntimeError(
+                f"autohete: {self._broken}, so the ranks do not agree any more what comes next; "
+                "start again from the last checkpoint"
+            )
+
+    def device_bytes(self) -> int:
+        """Bytes that the exchange needs on the device beside the gradients of the unit it is at."""
+        return (2 * self._in_flight + 1) * self._largest()
+
+    def do_without_overlap(self) -> int:
+        """Wait for each unit before the next one; return the bytes of the device that this saves.
+
+        The order stays what it is, so ranks need not do it at the same time.
+        """
+        before = self.device_bytes()
+        self._in_flight = 0
+        self._spare.clear()
+        return before - self.device_bytes()
+
+
+def _trained(unit: Unit) -> list[nn.Parameter]:
+    return [p for p in unit.parameters if p.requires_grad and p.dtype.is_floating_point]
+
+
+def _buckets_of(unit: Unit) -> list[_Bucket]:
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in _trained(unit):
+        by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    return [_Bucket(parameters) for parameters in by_dtype.values()]
