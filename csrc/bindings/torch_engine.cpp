@@ -283,9 +283,11 @@ bool TorchEngine::commit_ahead(int index, const std::vector<AdamSpan>& spans) {
   if (!kept) return false;
   if (!offer.in_place) unit.swap_spare();
   share_later(index);
-  auto again = [this, index, offer, suspect, spans = offer.spans] {
-    if (suspect && hash_of_gradients(spans) == *offer.hash) return;
-    if (offer.in_place) throw std::runtime_error(broken_promise(index, "gradients changed"));
+  // Not the norms: they may have Python objects, which the CPU lane must not be the last to hold.
+  auto again = [this, index, spans = offer.spans, hash = offer.hash, in_place = offer.in_place,
+                suspect] {
+    if (suspect && hash_of_gradients(spans) == *hash) return;
+    if (in_place) throw std::runtime_error(broken_promise(index, "gradients changed"));
     ++updates_redone_;
     update_now(spans);
   };
@@ -356,6 +358,7 @@ void TorchEngine::release(int index) {
 
 void TorchEngine::send(int index, bool final, bool at_step) {
   TorchUnit& unit = *units_[index];
+  unit.land_held_back();
   if (unit.plan().gradients != Tier::kHost || !unit.has_unsent_gradients()) return;
   if (unit.gradients_leaving()) settle_leaving(index);
   withdraw(index);
@@ -532,8 +535,8 @@ void TorchEngine::commit(const std::vector<AdamHyper>& hypers) {
       unit.take_edits(copier());
       touched_[i] = false;
     }
-    const bool held = unit.has_held_gradients();  // and may be written to when we have returned
     send(i, /*final=*/false, /*at_step=*/true);
+    const bool held = unit.has_held_gradients();  // and may be written to when we have returned
     if (exchanged || held) settle_leaving(i);
     std::vector<AdamSpan> spans = unit.make_spans(hypers);
     const bool ahead = commit_ahead(i, spans);

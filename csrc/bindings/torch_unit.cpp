@@ -388,6 +388,27 @@ bool TorchUnit::changed_on_host(const TorchParameter& parameter, const at::Tenso
   return !device_.is_cpu() && gradient._version() != parameter.landed_version;
 }
 
+void TorchUnit::land(TorchParameter& parameter, const at::Tensor& gradient) {
+  c10::StorageImpl* storage = gradient.storage().unsafeGetStorageImpl();
+  point_storage(*storage, gradients_host_, parameter.gradient_offset, gradient.device());
+  parameter.landed_version = gradient._version();
+  parameter.landed = c10::weak_intrusive_ptr<c10::StorageImpl>(
+      c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage));
+}
+
+void TorchUnit::land_held_back() {
+  for (TorchParameter& parameter : parameters_) {
+    const auto held = parameter.held_back.lock();
+    if (!held) continue;
+    const at::Tensor& gradient = parameter.value.tensor().grad();
+    const bool same = gradient.defined() && gradient.unsafeGetTensorImpl() == held.get() &&
+                      gradient._version() == parameter.leaving_version;
+    if (same && is_held(gradient)) continue;
+    if (same) land(parameter, gradient);
+    parameter.held_back.reset();
+  }
+}
+
 bool TorchUnit::land_gradients() {
   bool again = false;
   leaving_ = false;
@@ -398,12 +419,11 @@ bool TorchUnit::land_gradients() {
       again = true;  // still this parameter's p.grad: collect_gradients() finds it
       continue;
     }
-    if (is_held(gradient)) continue;
-    c10::StorageImpl* storage = gradient.storage().unsafeGetStorageImpl();
-    point_storage(*storage, gradients_host_, parameter.gradient_offset, gradient.device());
-    parameter.landed_version = gradient._version();
-    parameter.landed = c10::weak_intrusive_ptr<c10::StorageImpl>(
-        c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage));
+    if (is_held(gradient)) {
+      parameter.held_back = c10::weak_intrusive_ptr<c10::TensorImpl>(gradient.getIntrusivePtr());
+    } else {
+      land(parameter, gradient);
+    }
   }
   return again;
 }

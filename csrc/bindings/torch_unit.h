@@ -44,6 +44,8 @@ struct TorchParameter {
   // The gradient on its way to the host, and its version when the copy was queued.
   at::Tensor leaving;
   std::uint32_t leaving_version = 0;
+  // The gradient whose bytes are on the host, but which was held when they came.
+  c10::weak_intrusive_ptr<c10::TensorImpl> held_back{c10::intrusive_ptr<c10::TensorImpl>()};
   // The gradient that points at the host block, while somebody still holds it, and its version when
   // it came to point there.
   c10::weak_intrusive_ptr<c10::StorageImpl> landed{c10::intrusive_ptr<c10::StorageImpl>()};
@@ -126,6 +128,9 @@ class TorchUnit {
   // The copies are over: gradients point at the host block from here on, and their device memory
   // is free. Returns true when some changed meanwhile and must be sent again.
   bool land_gradients();
+  // Gradients that were held when their bytes came and are not any more point at the host, too.
+  // (Autograd holds some for a moment after their unit's backward.)
+  void land_held_back();
   bool gradients_leaving() const { return leaving_; }
 
   // Makes moments of parameter i (zeros) and its step counter (0). Tensors it had before keep their
@@ -182,6 +187,7 @@ class TorchUnit {
   std::uint64_t versions() const;
 
  private:
+  void land(TorchParameter& parameter, const at::Tensor& gradient);
   void allocate(const UnitPlan& plan, Store& store);
   bool on_host(const TorchParameter& parameter, const at::Tensor& gradient) const;
   bool changed_on_host(const TorchParameter& parameter, const at::Tensor& gradient) const;
