@@ -277,7 +277,7 @@ def test_unwrap_leaves_a_plain_model_that_trains_on_as_the_plain_one():
     assert ours_of(ours).unwrap() is ours.model
     for module in ours.model.modules():
         assert not {"forward", "_apply"} & vars(module).keys()
-    # A scheduler of transformers 4.57 leaves a step() of its own on the optimizer, of plain ones too.
+    # A scheduler of transformers 4.57 leaves a step() of its own there, of plain ones too.
     assert ("step" in vars(inner_optimizer(ours))) == ("step" in vars(inner_optimizer(plain)))
     for made in (ours, plain):
         train(made)
