@@ -1,7 +1,7 @@
 # `make demo` and `make test` need Python 3.10 or newer, a C++20 compiler and make. Everything else
 # goes into $(VENV). Each target can be run again; what is up to date is not done twice.
 #
-#   make demo        train a small GPT in a third of the device memory it needs (about 2 minutes)
+#   make demo        train a small GPT in a third of the device memory it needs (compiles for some minutes)
 #   make test        the fast tests            make test-slow   the slow ones
 #   make lint        ruff, mypy, clang-format  make format      let ruff and clang-format rewrite
 #   make docs        the site, in build/site

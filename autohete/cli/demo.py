@@ -148,7 +148,10 @@ def _introduce(console: Console, demo: Demo) -> None:
 
 
 class _Progress:
-    """A bar with loss and tokens per second; each new plan appears above it."""
+    """A bar with loss and tokens per second; each new plan appears above it.
+
+    Where there is no terminal: a line for every tenth of the way.
+    """
 
     def __init__(self, console: Console, options: DemoOptions, title: str) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -162,6 +165,7 @@ class _Progress:
         self._tokens = options.batch * options.model.context
         self._start = 0.0
         self._plan_shown: Any = None
+        self._title, self._steps = title, options.steps
 
     def __enter__(self) -> _Progress:
         self._bar.start()
@@ -191,6 +195,13 @@ class _Progress:
             self._show_plan(model)
             rate = (step + 1) * self._tokens / (time.perf_counter() - self._start)
             self._bar.update(self._task, advance=1, loss=loss, rate=rate)
+            tenth = (step + 1) * 10 // self._steps
+            if not self._bar.console.is_terminal and tenth > step * 10 // self._steps:
+                self._bar.console.out(
+                    f"{self._title}: step {step + 1} of {self._steps}, loss {loss:.3f}, "
+                    f"{rate:,.0f} tokens/s",
+                    highlight=False,
+                )
 
         return advance
 
