@@ -611,7 +611,11 @@ void TorchUnit::note_offered() {
 bool TorchUnit::offered_there() const {
   return std::all_of(parameters_.begin(), parameters_.end(), [&](const TorchParameter& parameter) {
     const at::Tensor& gradient = parameter.value.tensor().grad();
-    return gradient.defined() && on_host(parameter, gradient);
+    if (!gradient.defined()) return false;
+    // One that is leaving may land at any moment, and its update start; it is the same one still.
+    if (parameter.leaving.is_same(gradient))
+      return gradient._version() == parameter.leaving_version;
+    return on_host(parameter, gradient);
   });
 }
 
@@ -626,7 +630,8 @@ bool TorchUnit::offered_unchanged() const {
 
 bool TorchUnit::offered_alone() const {
   return std::all_of(parameters_.begin(), parameters_.end(), [](const TorchParameter& parameter) {
-    return parameter.value.tensor().grad().use_count() == 1;
+    const at::Tensor& gradient = parameter.value.tensor().grad();
+    return gradient.use_count() == (parameter.leaving.is_same(gradient) ? 2 : 1);
   });
 }
 

@@ -164,7 +164,7 @@ class TorchUnit {
   bool has_aliases() const;
   // Notes the present gradients as those that work ahead of step() reads.
   void note_offered();
-  // They are still there, on the host.
+  // They are still there, on the host or on their way.
   bool offered_there() const;
   // And unchanged as far as torch knows, and nobody else has a view of them.
   bool offered_unchanged() const;

@@ -205,3 +205,12 @@ def test_an_exception_in_backward_is_the_one_that_is_seen():
 def test_what_cannot_be_promised_is_refused(config, message):
     with pytest.raises(ValueError, match=message):
         wrapped(**config)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_copies_that_land_while_step_runs_keep_the_promise(seed):
+    def prepare(model):
+        model.run.side.machine.set_poison(True)
+        model.run.side.machine.set_random_delays(seed, 0.003)
+
+    assert in_place(plain_loop, "all", steps=20, prepare=prepare)["withdrawn"] == 0
