@@ -111,6 +111,8 @@ class UnitForward(HookedForward):
             return self.forward(*args, **kwargs)
         tracked = torch.is_grad_enabled()
         call = UnitCall(run, self.unit) if tracked else None
+        if tracked and not run.user_checkpoints and not in_backward():
+            run.user_checkpoints = inside_outer_checkpoint()
         run.enter_forward(self.unit, tracked)
         try:
             if call is not None:

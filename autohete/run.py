@@ -159,6 +159,8 @@ class Run:
         self._open_calls: list[UnitCall] = []
         self._backward_open = False
         self._depth = 0  # of forwards of the whole model inside each other
+        self.user_checkpoints = False  # units were called inside a checkpoint of the user's
+        self._forwards_wait = False  # a forward has run since the last step
         self._in_a_step = False  # a backward has run since the last one
         self._last_commit: float | None = None
         self._shares_from: tuple[float, dict[str, Any]] | None = None
@@ -378,6 +380,9 @@ class Run:
 
     def _follow(self, size: Size) -> None:
         """Go over to the plan that the inputs and the steps measured so far speak for."""
+        forwards_wait, self._forwards_wait = self._forwards_wait, True
+        if forwards_wait and self.user_checkpoints:
+            return  # what is recomputed for them later has to save what they did not
         due = self.exchange.plan_is_due if self.exchange else self.plans.is_measured()
         if due and self.num_steps and not self._in_a_step:
             if self.exchange:
@@ -604,5 +609,5 @@ class Run:
         if self._last_commit is not None:
             self.step_seconds.append(now - self._last_commit)
         self._last_commit = now
-        self._in_a_step = False
+        self._in_a_step = self._forwards_wait = False
         self.num_steps += 1
