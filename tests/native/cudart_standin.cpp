@@ -88,9 +88,10 @@ struct World {
   std::size_t violations = 0;
   std::map<int, std::unique_ptr<CUstream_st>> default_streams;  // the null stream of each device
   std::vector<std::thread> closing;                             // streams destroyed with work left
+  std::vector<void*> never_called;  // of callbacks in a broken context: lost there, not leaked
 };
 World& world() {
-  static World one;
+  static World& one = *new World;  // never destroyed: leak checks run after destructors
   return one;
 }
 
@@ -291,7 +292,11 @@ cudaError_t CUDARTAPI cudaLaunchHostFunc(cudaStream_t handle, cudaHostFn_t funct
   CUstream_st* stream = find_stream(handle);
   if (!stream) return remember(cudaErrorInvalidResourceHandle);
   stream->push([=] {
-    if (world().broken != cudaSuccess) return;
+    if (world().broken != cudaSuccess) {
+      std::lock_guard lock(world().mutex);
+      world().never_called.push_back(data);
+      return;
+    }
     in_callback = true;
     function(data);
     in_callback = false;
