@@ -6,12 +6,15 @@ compiled again only when a source or a header is newer.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import os
 import re
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,12 +148,25 @@ def _cudart() -> list[str]:
     return [str(found[-1]), f"-Wl,-rpath,{found[-1].parent}"]
 
 
+@contextlib.contextmanager
+def _one_builder() -> Iterator[None]:
+    """Keep other test processes from building: they share the objects."""
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    with (OUTPUT / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # given back when the file is closed
+        yield
+
+
 @functools.cache
 def build(name: str, sanitizers: str = "") -> Path:
     """Build a program, with `-fsanitize=sanitizers` if given, and return its path."""
-    program = PROGRAMS[name]
-    if program.needs_cuda_headers and not cuda_roots():
+    if PROGRAMS[name].needs_cuda_headers and not cuda_roots():
         pytest.skip("no CUDA headers (cuda_runtime_api.h) on this machine")
+    with _one_builder():
+        return _build(PROGRAMS[name], name, sanitizers)
+
+
+def _build(program: Program, name: str, sanitizers: str) -> Path:
     sources = [*program.sources, *(f"tests/native/{suite}.cpp" for suite in program.suites)]
     jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
     with ThreadPoolExecutor(jobs) as pool:
