@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autohete.guard import UNSCALE
 from autohete.planning import format_bytes
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class EarlyUpdates:
         self._clips = False  # the last step's gradients were asked for their norms
         self._asked = False  # this step's were
         self._grad_scale = 1.0  # of the last step: what a scaler handed over
+        self._unscaled_by = 1.0  # before the last step, by a scaler's unscale_()
+        self._unscaled_now = 1.0  # before this one
         self._counted = (0, 0)  # updates ahead, and those in vain, up to the last step
         self._misses = 0
         self._resume_at = 0
@@ -68,9 +71,14 @@ class EarlyUpdates:
             run.engine.expect_step(hypers, update=True, measure=False, in_place=True)
             return
         update = run.num_steps >= self._resume_at and self._reserve()
-        if update or self._clips:
-            hypers = run.bridge.hypers(self._grad_scale)
-            run.engine.expect_step(hypers, update=update, measure=self._clips)
+        unscales = self._unscaled_by != 1.0
+        if update or self._clips or unscales:
+            run.engine.expect_step(
+                run.bridge.hypers(self._grad_scale * self._unscaled_by),
+                update=update,
+                measure=self._clips or unscales,
+                norm_scale=self._unscaled_by,  # clipping comes after
+            )
 
     def used(self, index: int) -> None:
         """A unit was called in a forward that backward will follow."""
@@ -100,6 +108,7 @@ class EarlyUpdates:
             self._habit = 0
         self._last_count, self._backwards = self._backwards, 0
         self._clips, self._asked = self._asked, False
+        self._unscaled_by, self._unscaled_now = self._unscaled_now, 1.0
         self._grad_scale = grad_scale
         if ahead > in_vain or not in_vain:
             self._misses = 0
@@ -148,15 +157,18 @@ class EarlyUpdates:
         """Answer for a gradient that is not to be looked at: its norm, and a factor for it.
 
         `torch.nn.utils.clip_grad_norm_` asks each gradient for its norm and multiplies each by a
-        factor. The norm was taken (by torch's own function) when the gradient landed; the factor is
-        applied by the update, in the same float32 multiplication. Returns NotImplemented where the
-        gradient has to be looked at after all.
+        factor; `GradScaler.unscale_` asks whether each is finite, and multiplies too. The norm was
+        taken (by torch's own function) when the gradient landed, and a finite one has finite
+        gradients; the factor is applied by the update, in the same float32 multiplication. Returns
+        NotImplemented where the gradient has to be looked at after all.
         """
         gradient, *rest = args
         if len(rest) != 1:
             return NotImplemented
         if func is torch.linalg.vector_norm:
             return self._norm(index, gradient, rest[0])
+        if func is UNSCALE:
+            return self._unscaled(index, gradient, rest[0])
         return self._scaled(index, gradient, rest[0])
 
     def _norm(self, index: int, gradient: torch.Tensor, order: Any) -> Any:
@@ -166,6 +178,15 @@ class EarlyUpdates:
         place = self._place(index, gradient)
         norm = None if place is None else self._run.engine.gradient_norm(index, place)
         return NotImplemented if norm is None else norm.to(self._run.side.torch_device)
+
+    def _unscaled(self, index: int, gradient: torch.Tensor, factor: float) -> Any:
+        self._unscaled_now = factor
+        engine, place = self._run.engine, self._place(index, gradient)
+        if place is None or not engine.gradient_is_finite(index, place):
+            return NotImplemented
+        if factor != 1.0 and not engine.scale_gradient(index, place, factor):
+            return NotImplemented
+        return gradient
 
     def _scaled(self, index: int, gradient: torch.Tensor, factor: Any) -> Any:
         if not isinstance(factor, (float, torch.Tensor)):

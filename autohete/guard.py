@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp import grad_scaler
 from torch.nn.utils import clip_grad
 
 _Tensor: Any = torch.Tensor  # descriptors: their types are not declared
@@ -44,10 +45,16 @@ _METADATA |= {
 
 _GET_GRADIENT = _Tensor.grad.__get__
 # Who takes gradients and only hands them to functions that ask a guard first.
-_HARMLESS = {clip_grad.__file__, sys.modules[torch.optim.Optimizer.__module__].__file__}
+_HARMLESS = {
+    clip_grad.__file__,
+    grad_scaler.__file__,
+    sys.modules[torch.optim.Optimizer.__module__].__file__,
+}
 
 # What clipping asks of a gradient: its unit may know without looking.
 _ANSWERED = {torch.linalg.vector_norm, torch.Tensor.mul_}
+# What a GradScaler asks of all gradients at once: whether they are finite, and a factor for them.
+UNSCALE: Any = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 # torch.compile'd functions of the user's must not trace into it: settling changes classes.
@@ -97,9 +104,22 @@ class Guard:
             result = answer(func, args) if answer else NotImplemented
             if result is not NotImplemented:
                 return result
+        if func is UNSCALE and not kwargs:
+            left = Guard._still_to_unscale(args[0], float(args[2]))
+            if not left:
+                return None
+            args = (left, *args[1:])
         for tensor in list(_guarded((*args, *kwargs.values()))):
             Guard._settled(tensor)  # the first may have unguarded the others
         return func(*args, **kwargs)  # on plain tensors; autograd.grad runs user code inside
+
+    @staticmethod
+    def _still_to_unscale(gradients: list[Any], factor: float) -> list[Any]:
+        def is_done(gradient: Any) -> bool:
+            answer = type(gradient).answer if isinstance(gradient, Guard) else None
+            return answer is not None and answer(UNSCALE, (gradient, factor)) is not NotImplemented
+
+        return [gradient for gradient in gradients if not is_done(gradient)]
 
     @classmethod
     def _hand_out(cls) -> None:

@@ -238,10 +238,14 @@ void bind_engine(py::module_& module) {
       .def(
           "expect_step",
           [](TorchEngine& self, std::vector<AdamHyper> hypers, bool update, bool measure,
-             bool in_place) { self.expect_step({std::move(hypers), update, measure, in_place}); },
-          py::arg("hypers"), py::arg("update"), py::arg("measure"), py::arg("in_place") = false)
+             bool in_place, float norm_scale) {
+            self.expect_step({std::move(hypers), update, measure, in_place, norm_scale});
+          },
+          py::arg("hypers"), py::arg("update"), py::arg("measure"), py::arg("in_place") = false,
+          py::arg("norm_scale") = 1.0F)
       .def("withdraw_ahead", &TorchEngine::withdraw_ahead)
       .def("gradient_norm", &TorchEngine::gradient_norm)
+      .def("gradient_is_finite", &TorchEngine::gradient_is_finite)
       .def("scale_gradient", &TorchEngine::scale_gradient)
       .def("num_units", &TorchEngine::num_units)
       .def("num_workers", [](TorchEngine& self) { return self.workers().num_workers(); })

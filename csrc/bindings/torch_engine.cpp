@@ -1,10 +1,12 @@
 #include "csrc/bindings/torch_engine.h"
 
 #include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/mul.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
+#include <cmath>
 #include <tuple>
 #include <utility>
 
@@ -21,6 +23,11 @@ std::size_t count_parameters(const std::vector<AdamSpan>& spans) {
   std::size_t count = 0;
   for (const AdamSpan& span : spans) count += span.numel;
   return count;
+}
+
+// As if the gradient had been multiplied in place first.
+at::Tensor norm_of(const at::Tensor& gradient, float scale) {
+  return at::linalg_vector_norm(scale == 1.0F ? gradient : at::mul(gradient, scale), 2);
 }
 
 }  // namespace
@@ -175,9 +182,11 @@ AheadWork TorchEngine::offer(int index) {
   }
   if (expectation_.measure && unit.has_gradients()) {
     offer.norms = std::make_shared<std::vector<at::Tensor>>();
-    work.measure = [gradients = unit.host_gradients(), norms = offer.norms] {
+    offer.norm_scale = expectation_.norm_scale;
+    work.measure = [gradients = unit.host_gradients(), norms = offer.norms,
+                    scale = offer.norm_scale] {
       for (const at::Tensor& gradient : gradients)
-        norms->push_back(gradient.defined() ? at::linalg_vector_norm(gradient, 2) : at::Tensor());
+        norms->push_back(gradient.defined() ? norm_of(gradient, scale) : at::Tensor());
     };
   }
   offer.open = work.update || work.measure;
@@ -222,11 +231,19 @@ void TorchEngine::withdraw_ahead() {
 }
 
 std::optional<at::Tensor> TorchEngine::gradient_norm(int index, int i) {
+  const float factor = units_.at(index)->parameters().at(i).gradient_factor;
+  return factor == offers_[index].norm_scale ? measured_norm(index, i) : std::nullopt;
+}
+
+bool TorchEngine::gradient_is_finite(int index, int i) {
+  const std::optional<at::Tensor> norm = measured_norm(index, i);
+  return norm && std::isfinite(norm->item<double>());
+}
+
+std::optional<at::Tensor> TorchEngine::measured_norm(int index, int i) {
   TorchUnit& unit = *units_.at(index);
   const Offer& offer = offers_[index];
-  if (!offer.open || !offer.norms || gradients_touched_[index] ||
-      unit.parameters().at(i).gradient_factor != 1.0F)
-    return std::nullopt;
+  if (!offer.open || !offer.norms || gradients_touched_[index]) return std::nullopt;
   bool measured;
   {
     NoGil no_gil;

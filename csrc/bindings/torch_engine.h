@@ -77,6 +77,9 @@ class TorchEngine {
     // The user has promised that step() comes with these very gradients and numbers: updates write
     // over the present state. What breaks the promise is an error from then on.
     bool in_place = false;
+    // What gradients will have been multiplied by when their norms are asked for (a loss scale is
+    // taken out).
+    float norm_scale = 1.0F;
   };
   // Makes room for it where the host's memory allows, the units of the end first: their gradients
   // land first, and no more than `max_bytes`. Returns how many units can be updated ahead.
@@ -87,6 +90,8 @@ class TorchEngine {
   void withdraw_ahead();
   // torch's 2-norm of one gradient, where `measure` took it and nothing has changed it since.
   std::optional<at::Tensor> gradient_norm(int unit, int index);
+  // All its values are known to be finite, by the same means.
+  bool gradient_is_finite(int unit, int index);
   // Multiplies a float32 gradient by `factor` as torch's mul_ would: the update does it, or whoever
   // looks first. False where the caller has to do it itself.
   bool scale_gradient(int unit, int index, float factor);
@@ -136,8 +141,10 @@ class TorchEngine {
     std::vector<AdamSpan> spans;
     std::shared_ptr<ContentHash> hash;  // of the gradients that the update ahead read
     std::shared_ptr<std::vector<at::Tensor>> norms;
+    float norm_scale = 1.0F;  // what they are the norms of: gradients times this
   };
   AheadWork offer(int unit);
+  std::optional<at::Tensor> measured_norm(int unit, int index);
   void withdraw(int unit);
   bool commit_ahead(int unit, const std::vector<AdamSpan>& spans);
   std::string broken_promise(int unit, const char* how) const;

@@ -339,6 +339,76 @@ def test_a_grad_scaler_that_skips_steps_gives_the_bits_of_plain_training(fused):
     compare(loop, steps=20)
 
 
+def unscaling(init_scale, max_norm=None, look=None):
+    """A loop whose scaler unscales before step(); `look(model, step)` sees the gradients then."""
+    scalers = {}
+
+    def loop(model, optimizer, step):
+        if step == 0:
+            scalers["now"] = torch.amp.GradScaler(
+                "cpu", init_scale=init_scale, growth_factor=3.0, growth_interval=8
+            )
+        scaler = scalers["now"]
+        tokens, targets = batch(step)
+        loss = model(tokens, targets)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        if look:
+            look(model, step)
+        if max_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return loop
+
+
+@pytest.mark.parametrize("init_scale", [1.0, 2.0**14, 1000.0])
+@pytest.mark.parametrize("max_norm", [None, 1e9])
+def test_unscaling_costs_nothing_that_ran_ahead(init_scale, max_norm):
+    counted = compare(unscaling(init_scale, max_norm), steps=7)  # the scale grows after 8
+    assert counted["updates_ahead"] > 0
+    assert counted["withdrawn"] == 0
+    assert counted["updates_redone"] == 0
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.05, 1e9])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_scale_that_grows_gives_the_bits_of_plain_training(kind, max_norm):
+    counted = compare(unscaling(1000.0, max_norm), kind, steps=20)
+    assert max_norm == 0.05 or counted["updates_ahead"] > 0
+
+
+def test_an_unscaled_gradient_reads_as_unscaled():
+    seen = []
+
+    def look(model, step):
+        if step > 4:
+            seen.append([g.clone() for g in gradients(model)])
+
+    compare(unscaling(1000.0, None, look), steps=10)
+    half = len(seen) // 2
+    for ours, plain in zip(seen[:half], seen[half:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+
+
+def test_a_gradient_too_large_for_its_norm_is_unscaled_all_the_same():
+    """Its squares overflow: finite values, an infinite norm."""
+    loop = unscaling(2.0**100, None)
+    compare(loop, steps=10)
+
+
+def test_unscaling_twice_or_for_another_optimizer_scales_what_plain_pytorch_scales():
+    def look(model, step):
+        factor, found = torch.tensor(0.5), torch.zeros(())
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients(model)[::2], found, factor)
+        assert found == 0
+
+    compare(unscaling(2.0**4, 0.5, look), steps=10)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("place", [0, 7, -1])
 def test_one_inf_in_any_unit_leaves_everything_as_if_the_batch_was_skipped(place, fused):
