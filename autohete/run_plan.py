@@ -100,11 +100,16 @@ class RunPlan:
     def left_by_an_exception(self) -> None:
         """A forward or backward ended early; for want of memory, maybe."""
         if self.measuring():
-            self._meter = StepMeter(self._side, self._units, self._engine)
+            self._meter = self._new_meter()
         if self._follows_inputs():
             refusals = self._side.num_refusals()
             self._pressed = self._pressed or refusals > self._refusals
             self._refusals = refusals
+
+    def _new_meter(self) -> StepMeter:
+        exchange = self._exchange
+        exchanged = (lambda: exchange.seconds) if exchange else None
+        return StepMeter(self._side, self._units, self._engine, exchanged)
 
     def is_measured(self) -> bool:
         """Whether a step was measured and nothing was decided from it yet."""
@@ -112,7 +117,7 @@ class RunPlan:
 
     def watch(self) -> StepMeter:
         """Measure the next pass under the plan as it is; nothing is decided from it."""
-        self._meter = StepMeter(self._side, self._units, self._engine)
+        self._meter = self._new_meter()
         return self._meter
 
     def stop_watching(self) -> None:
@@ -145,7 +150,7 @@ class RunPlan:
             )
             return
         self._apply(self._safest())
-        self._meter = StepMeter(self._side, self._units, self._engine)
+        self._meter = self._new_meter()
         self._engine.record_timeline(True)
         self._side.set_advice(
             "This is the first step, under the plan that needs least; a smaller batch or shorter "
@@ -264,7 +269,7 @@ class RunPlan:
         else:
             self._refuse_what_cannot_fit(size)
             self._recompute_everything(size)
-        self._meter = StepMeter(self._side, self._units, self._engine)
+        self._meter = self._new_meter()
         self.replan_seconds += time.perf_counter() - start
 
     def _measure_where_it_is(self, size: Size) -> None:
