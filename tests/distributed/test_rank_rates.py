@@ -40,7 +40,7 @@ def planned(rank: int, size: int, rates: list[str | None]) -> list[dict[str, Any
         trained = AutoHeteWrapper(
             model,
             optimizer,
-            gpu_mem="4MiB",
+            gpu_mem="4.5MiB",
             cpu_mem="64MiB",
             profile_path=None,
             early_updates=False,
