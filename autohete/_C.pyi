@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections.abc
 import torch
 import typing
-__all__: list[str] = ['ActivationRule', 'AdamHyper', 'Budgets', 'CopyDirection', 'DeviceHandle', 'Direction', 'Engine', 'Formulation', 'Goal', 'HardwareProfile', 'HostMachine', 'InfeasibleError', 'KeptAdamW', 'KeptLion', 'KeptSgd', 'LionHyper', 'Plan', 'PlannerOptions', 'Profile', 'Segment', 'SegmentCounts', 'SgdHyper', 'SimulatedLane', 'SimulatedSpan', 'Simulation', 'SimulationPolicy', 'Tier', 'UNIT_EVENTS', 'UnitPlan', 'UnitProfile', 'UpdateStats', 'Workers', 'adamw_', 'cast_', 'cgroup_cpu_quota', 'content_hash', 'copy_', 'cpu_features', 'cpus_for_rank', 'decode_plan', 'default_num_workers', 'device_peak_bytes', 'device_visits', 'finish_plan', 'formulate', 'gradient_stats', 'host_bytes', 'lane_seconds', 'lion_', 'minimum_device_bytes', 'minimum_host_bytes', 'next_unit_state', 'next_use_distance', 'policy_of', 'predict_plan', 'release_file_pages', 'require_feasible', 'require_within', 'search_plan', 'sgd_', 'simulate', 'squared_norm', 'validate_hardware', 'validate_plan', 'validate_profile']
+__all__: list[str] = ['ActivationRule', 'AdamHyper', 'Budgets', 'CopyDirection', 'DeviceHandle', 'Direction', 'Engine', 'Formulation', 'Goal', 'HardwareProfile', 'HostMachine', 'InfeasibleError', 'KeptAdamW', 'KeptLion', 'KeptSgd', 'LionHyper', 'Plan', 'PlannerOptions', 'Profile', 'RankProfile', 'Segment', 'SegmentCounts', 'SgdHyper', 'SimulatedLane', 'SimulatedSpan', 'Simulation', 'SimulationPolicy', 'Tier', 'UNIT_EVENTS', 'UnitPlan', 'UnitProfile', 'UpdateStats', 'Workers', 'adamw_', 'cast_', 'cgroup_cpu_quota', 'content_hash', 'copy_', 'cpu_features', 'cpus_for_rank', 'decode_plan', 'default_num_workers', 'device_peak_bytes', 'device_visits', 'finish_plan', 'formulate', 'gradient_stats', 'host_bytes', 'lane_seconds', 'lion_', 'minimum_device_bytes', 'minimum_host_bytes', 'next_unit_state', 'next_use_distance', 'policy_of', 'predict_plan', 'release_file_pages', 'require_feasible', 'require_within', 'search_plan', 'sgd_', 'simulate', 'squared_norm', 'validate_hardware', 'validate_plan', 'validate_profile']
 class UpdateStats:
     """
     By-products of one pass over gradients.
@@ -330,9 +330,95 @@ class HardwareProfile:
     @link_latency_seconds.setter
     def link_latency_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
         ...
+class RankProfile:
+    @typing.overload
+    def __init__(self) -> None:
+        ...
+    @typing.overload
+    def __init__(self, other: RankProfile) -> None:
+        ...
+    @property
+    def collective_share_during_compute(self) -> float:
+        ...
+    @collective_share_during_compute.setter
+    def collective_share_during_compute(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def collective_share_during_cpu(self) -> float:
+        ...
+    @collective_share_during_cpu.setter
+    def collective_share_during_cpu(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def collective_share_during_other(self) -> float:
+        ...
+    @collective_share_during_other.setter
+    def collective_share_during_other(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def compute_share_during_collective(self) -> float:
+        ...
+    @compute_share_during_collective.setter
+    def compute_share_during_collective(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def cpu_share_during_collective(self) -> float:
+        ...
+    @cpu_share_during_collective.setter
+    def cpu_share_during_collective(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def device_gather_bytes_per_second(self) -> float:
+        ...
+    @device_gather_bytes_per_second.setter
+    def device_gather_bytes_per_second(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def device_gather_latency_seconds(self) -> float:
+        ...
+    @device_gather_latency_seconds.setter
+    def device_gather_latency_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def exchange_bytes_per_second(self) -> float:
+        ...
+    @exchange_bytes_per_second.setter
+    def exchange_bytes_per_second(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def exchange_latency_seconds(self) -> float:
+        ...
+    @exchange_latency_seconds.setter
+    def exchange_latency_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def gather_bytes_per_second(self) -> float:
+        ...
+    @gather_bytes_per_second.setter
+    def gather_bytes_per_second(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def gather_latency_seconds(self) -> float:
+        ...
+    @gather_latency_seconds.setter
+    def gather_latency_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def num_ranks(self) -> int:
+        ...
+    @num_ranks.setter
+    def num_ranks(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def pack_bytes_per_second(self) -> float:
+        ...
+    @pack_bytes_per_second.setter
+    def pack_bytes_per_second(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
+        ...
 class Profile:
     gradients_persist: bool
     hardware: HardwareProfile
+    ranks: RankProfile
     speculates: bool
     @typing.overload
     def __init__(self) -> None:
@@ -610,10 +696,16 @@ class SimulatedLane:
       D2H
     
       CPU
+    
+      EXCHANGE
+    
+      GATHER
     """
     COMPUTE: typing.ClassVar[SimulatedLane]
     CPU: typing.ClassVar[SimulatedLane]
     D2H: typing.ClassVar[SimulatedLane]
+    EXCHANGE: typing.ClassVar[SimulatedLane]
+    GATHER: typing.ClassVar[SimulatedLane]
     H2D: typing.ClassVar[SimulatedLane]
     __members__: typing.ClassVar[dict[str, SimulatedLane]]
     def __eq__(self, other: typing.Any) -> bool:

@@ -52,12 +52,18 @@ class Config:
     process_group: Any = None
     """Ranks that train together, each with its share of the batch: a group of torch.distributed;
     left out: all ranks, where it is initialised or torchrun started them; False: this one alone."""
+    rank_bandwidth: Size = None
+    """Bytes per second that a rank sends and receives, for the plan; left out: timed once."""
 
     def __post_init__(self) -> None:
         if self.gpu_mem is not None:
             self.gpu_mem = parse_bytes(self.gpu_mem, "gpu_mem")
         if self.cpu_mem is not None:
             self.cpu_mem = parse_bytes(self.cpu_mem, "cpu_mem")
+        if self.rank_bandwidth is not None:
+            self.rank_bandwidth = parse_bytes(self.rank_bandwidth, "rank_bandwidth")
+            if self.rank_bandwidth == 0:
+                raise ValueError("rank_bandwidth is 0, expected bytes per second above 0")
         if self.strategy not in STRATEGIES:
             raise ValueError(
                 f"strategy is {self.strategy!r}, expected one of {', '.join(STRATEGIES)}"

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -142,11 +141,8 @@ class Ranks:
     def _explained(self, error: Exception, what: str) -> RuntimeError:
         """Find out whose end it was that made a collective fail."""
         self.failed = True
-        deadline = time.monotonic() + _SEARCH_SECONDS
-        while time.monotonic() < deadline:
-            if silent := self._pulse.silent():
-                return self._lost(silent, what, str(error).strip().splitlines()[0])
-            time.sleep(0.2)
+        if silent := self._pulse.wait_for_silent(_SEARCH_SECONDS):
+            return self._lost(silent, what, str(error).strip().splitlines()[0])
         return RuntimeError(
             f"autohete: {what} failed on {self.name(self.rank)} ({error}), though all ranks "
             "answer; look at the first error of the other ranks"

@@ -16,6 +16,7 @@ the same bits on every rank.
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -162,6 +163,8 @@ class GradientExchange:
         self._spare: list[Tensor] = []  # buffers to pack in
         self._alone: set[int] = set()  # units with gradients of this rank only (no_sync)
         self._broken: str | None = None
+        self.seconds = 0.0
+        """Spent inside of backward so far, waits for other ranks among them."""
         self.wants_plan: Callable[[], bool] = lambda: False
         self.plan_is_due = False
         """Some rank wanted a new plan when the last backward ended; all ranks know."""
@@ -177,9 +180,11 @@ class GradientExchange:
             return
         if unit not in self._late:
             self._left.add(unit)
+        start = time.perf_counter()
         while self._next < len(self.order) and self.order[self._next] in self._left:
             self._send_next()
         self._land(self._in_flight)
+        self.seconds += time.perf_counter() - start
 
     def finish(self) -> None:
         """Backward is over: exchange what is left, and what changed behind its exchange."""

@@ -14,6 +14,7 @@ from autohete import _C
 from autohete.config import PRECISIONS, Config
 from autohete.guard import Guard
 from autohete.hooks import HookedForward
+from autohete.optim.sharded import is_sharded
 from autohete.planning import InfeasibleError, format_bytes
 from autohete.units import Unit
 
@@ -63,6 +64,7 @@ def check_pair(model: nn.Module, optimizer: Optimizer) -> None:
                 f"model: parameter {name} belongs to another wrapped model, expected one wrapper "
                 "for each parameter; wrap one module that contains both models"
             )
+    _check_sharded(model)
     _check_aliases(model)
     _check_views(model)
     _check_layers(model, optimizer)
@@ -79,6 +81,17 @@ def check_pair(model: nn.Module, optimizer: Optimizer) -> None:
             f"parameters of this {type(model).__name__}; build the optimizer from "
             "model.parameters() of the model that is wrapped"
         )
+
+
+def _check_sharded(model: nn.Module) -> None:
+    """fully_shard moves and gathers parameters itself."""
+    for name, parameter in model.named_parameters():
+        if is_sharded(parameter):
+            raise ValueError(
+                f"model: parameter {name} is a DTensor (fully_shard or tensor parallel), expected "
+                "a plain one; train the sharded model without the wrapper, with "
+                "offload_policy=CPUOffloadPolicy() and autohete.CPUAdamW, or wrap it unsharded"
+            )
 
 
 def _check_aliases(model: nn.Module) -> None:

@@ -80,9 +80,20 @@ def _is_saved(out: Tensor) -> bool:
 
 
 class StepMeter:
-    """Collects one step; the hooks call it in their order."""
+    """Collects one step; the hooks call it in their order.
 
-    def __init__(self, side: Side, units: list[Unit], engine: Gradients) -> None:
+    Args:
+        exchanged: seconds that their thread has spent on the exchange with other ranks so far.
+    """
+
+    def __init__(
+        self,
+        side: Side,
+        units: list[Unit],
+        engine: Gradients,
+        exchanged: Callable[[], float] | None = None,
+    ) -> None:
+        self._exchanged = exchanged
         self._side = side
         self._engine = engine
         self.measures = [UnitMeasure() for _ in units]
@@ -113,9 +124,11 @@ class StepMeter:
         return self._side.used() - self._engine.device_gradient_bytes()
 
     def _clock(self) -> float:
-        """Seconds that did not pass in waits: those are the links' and the CPU's."""
+        """Seconds that did not pass in waits: those are the links', the CPU's and the ranks'."""
         counters = self._engine.counters()
         waited = sum(float(v) for k, v in counters.items() if k.startswith("wait_"))
+        if self._exchanged is not None:
+            waited += self._exchanged()
         return self._side.clock() - waited
 
     def _take_peak(self) -> int:

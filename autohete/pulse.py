@@ -34,7 +34,7 @@ class Pulse:
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._stop = threading.Event()
-        self._lock = threading.Lock()  # guards the two below
+        self._looked = threading.Condition()  # guards the two below; told after every look
         self._seen: dict[int, tuple[int, float]] = {}  # beats, when they last grew
         self._left: dict[int, str] = {}
         self._start = time.monotonic()
@@ -59,9 +59,11 @@ class Pulse:
                 if peer != self._rank:
                     self._look_at(peer)
         except Exception:  # the store went with the process that held it, the first rank mostly
-            with self._lock:
+            with self._looked:
                 if not self._stop.is_set():
                     self._left.setdefault(0, "holds the store, which does not answer any more")
+        with self._looked:
+            self._looked.notify_all()
 
     def _look_at(self, peer: int) -> None:
         beats = int(self._store.add(f"beat/{peer}", 0))
@@ -69,7 +71,7 @@ class Pulse:
         if self._store.check([f"left/{peer}"]):
             left = self._store.get(f"left/{peer}").decode()
         now = time.monotonic()
-        with self._lock:
+        with self._looked:
             if left is not None:
                 self._left[peer] = left
             if beats != self._seen.get(peer, (-1, 0.0))[0]:
@@ -77,13 +79,22 @@ class Pulse:
 
     def silent(self) -> dict[int, str]:
         """Return who is gone, by rank, in words."""
+        with self._looked:
+            return self._gone()
+
+    def wait_for_silent(self, seconds: float) -> dict[int, str]:
+        """Return who is gone as soon as anybody is; nobody when the time is over."""
+        with self._looked:
+            return self._looked.wait_for(self._gone, seconds)
+
+    def _gone(self) -> dict[int, str]:
+        """With the lock held."""
         now = time.monotonic()
-        with self._lock:
-            gone = dict(self._left)
-            for peer in range(self._size):
-                last = self._seen.get(peer, (0, self._start))[1]
-                if peer != self._rank and now - last > _SILENT_SECONDS:
-                    gone.setdefault(peer, f"has ended or hangs (silent for {now - last:.0f} s)")
+        gone = dict(self._left)
+        for peer in range(self._size):
+            last = self._seen.get(peer, (0, self._start))[1]
+            if peer != self._rank and now - last > _SILENT_SECONDS:
+                gone.setdefault(peer, f"has ended or hangs (silent for {now - last:.0f} s)")
         gone.pop(self._rank, None)
         return gone
 

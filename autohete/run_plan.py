@@ -37,6 +37,7 @@ from autohete.planning import (
     summarise_plan,
 )
 from autohete.rank_plans import agree_on_plan, everywhere, merged_profile
+from autohete.rank_rates import measured_rates, stated_rates
 from autohete.recompute_rules import rules_for
 from autohete.sized_profiles import Size, SizedProfiles, bucket_of, upper_of
 from autohete.stepping import OptimizerBridge
@@ -73,6 +74,7 @@ class RunPlan:
         self.replan_seconds = 0.0
         self._meter: StepMeter | None = None
         self._hardware: _C.HardwareProfile | None = None
+        self._rates: _C.RankProfile | None = None  # among the ranks
         self._sized = SizedProfiles()
         self._size: Size = ()
         """Of the inputs that are being measured."""
@@ -98,11 +100,16 @@ class RunPlan:
     def left_by_an_exception(self) -> None:
         """A forward or backward ended early; for want of memory, maybe."""
         if self.measuring():
-            self._meter = StepMeter(self._side, self._units, self._engine)
+            self._meter = self._new_meter()
         if self._follows_inputs():
             refusals = self._side.num_refusals()
             self._pressed = self._pressed or refusals > self._refusals
             self._refusals = refusals
+
+    def _new_meter(self) -> StepMeter:
+        exchange = self._exchange
+        exchanged = (lambda: exchange.seconds) if exchange else None
+        return StepMeter(self._side, self._units, self._engine, exchanged)
 
     def is_measured(self) -> bool:
         """Whether a step was measured and nothing was decided from it yet."""
@@ -110,7 +117,7 @@ class RunPlan:
 
     def watch(self) -> StepMeter:
         """Measure the next pass under the plan as it is; nothing is decided from it."""
-        self._meter = StepMeter(self._side, self._units, self._engine)
+        self._meter = self._new_meter()
         return self._meter
 
     def stop_watching(self) -> None:
@@ -143,7 +150,7 @@ class RunPlan:
             )
             return
         self._apply(self._safest())
-        self._meter = StepMeter(self._side, self._units, self._engine)
+        self._meter = self._new_meter()
         self._engine.record_timeline(True)
         self._side.set_advice(
             "This is the first step, under the plan that needs least; a smaller batch or shorter "
@@ -180,7 +187,10 @@ class RunPlan:
         self._rules.clear()
 
     def _plan_for_the_largest(self) -> None:
-        self.profile = merged_profile(self._ranks, self._largest_profile())
+        profile = self._largest_profile()
+        if self._ranks:
+            profile.ranks = self._rates = self._rates or self._rates_among(self._ranks)
+        self.profile = merged_profile(self._ranks, profile)
         safest = self._safest()
         try:
             plan = self._agree(self.profile)
@@ -259,7 +269,7 @@ class RunPlan:
         else:
             self._refuse_what_cannot_fit(size)
             self._recompute_everything(size)
-        self._meter = StepMeter(self._side, self._units, self._engine)
+        self._meter = self._new_meter()
         self.replan_seconds += time.perf_counter() - start
 
     def _measure_where_it_is(self, size: Size) -> None:
@@ -387,9 +397,27 @@ class RunPlan:
             profile.fixed_device_bytes += self._exchange.device_bytes()
         return profile
 
+    def _rates_among(self, ranks: Ranks) -> _C.RankProfile:
+        """Collective."""
+        stated = self._config.rank_bandwidth
+        if stated is not None:
+            return stated_rates(ranks, float(stated))
+        largest = max(size[1] for size in self.sizes())
+        return measured_rates(ranks, self._side.torch_device, largest)
+
     def _num_updated(self) -> int:
-        updates = self._bridge.updates
-        return sum(p.numel() for unit in self._units for p in unit.parameters if updates(p))
+        """Of several ranks, how many this one updates."""
+        return sum(
+            p.numel() if num_rows is None else num_rows * (p.numel() // len(p))
+            for u, unit in enumerate(self._units)
+            for i, p in enumerate(unit.parameters)
+            if self._bridge.updates(p)
+            for num_rows in (self._own_rows(u, i),)
+        )
+
+    def _own_rows(self, unit: int, parameter: int) -> int | None:
+        is_shared, _, num_rows = self._engine.part(unit, parameter)
+        return num_rows if is_shared else None
 
     def _advise(self, profile: _C.Profile) -> None:
         least = minimum_gpu_mem(profile, self._cpu_mem, window=self._config.window)

@@ -10,6 +10,7 @@ import click
 
 from autohete.cli.output import print_json, working
 from autohete.cli.quick import without_compiler
+from autohete.cli.scale import cluster_options, print_scale, take_cluster
 
 if TYPE_CHECKING:
     from autohete.planning.plan_report import PlanReport
@@ -21,6 +22,7 @@ Examples:
   autohete plan 7b --gpu a100-40 --batch 4 --figure plan.svg
   autohete plan 7b --gpu a100-40 --sweep batch --figure curve.png
   autohete plan 7b --gpu a100-40 --batch 4 --sweep gpu_mem --json
+  autohete plan 7b --gpu a100-40 --devices 64 --machines 8 --inter-bandwidth 25GB
   autohete plan ./config.json --gpu h100 --batch 8 --seq 2048 --strategy zero_offload
 Neither a GPU nor weights are needed. Exit code 1 when no plan fits; the smallest sizes that would
 are named.
@@ -52,6 +54,7 @@ are named.
 @click.option(
     "--sweep", type=click.Choice(["batch", "gpu_mem"]), help="Plan over a range, one line each."
 )
+@cluster_options
 @click.option(
     "--figure", type=click.Path(dir_okay=False), help="Draw to this .svg, .png or .pdf file."
 )
@@ -70,6 +73,18 @@ def command(
         raise click.UsageError("give one model, e.g. autohete plan 7b --gpu a100-40")
     model = model or named or ""
     choices = {name: value for name, value in choices.items() if value is not None}
+    cluster = take_cluster(choices)
+    if cluster is not None:
+        if sweep is not None or figure is not None:
+            raise click.UsageError("--devices prints a table; leave out --sweep and --figure")
+        with working("planning for each number of devices"), _quick(model, choices):
+            from autohete.planning.plan_report import scale_for
+
+            points = scale_for(
+                model, gpu, choices.pop("batch"), choices.pop("seq"), cluster, **choices
+            )
+        print_scale(points, cluster, as_json)
+        return
     if sweep is not None:
         _sweep(model, gpu, sweep, figure, as_json, choices)
         return

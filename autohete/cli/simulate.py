@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import click
 
 from autohete.cli.output import print_json, working
+from autohete.cli.scale import cluster_options, print_scale, take_cluster
+
+if TYPE_CHECKING:
+    from autohete.planning.cluster import Cluster
 
 _EPILOG = """\b
 Examples:
@@ -13,6 +19,7 @@ Examples:
   autohete simulate autohete_profile.json --without fifo --trace trace.json
   autohete simulate autohete_profile.json --gpu-mem 24GiB --compare
   autohete simulate autohete_profile.json --figure lanes.svg
+  autohete simulate autohete_profile.json --gpu-mem 24GiB --devices 64 --machines 8
   autohete simulate --table paper
 The trace opens in Perfetto or chrome://tracing. Without --gpu-mem the plan in the file is used.
 """
@@ -21,7 +28,7 @@ The trace opens in Perfetto or chrome://tracing. Without --gpu-mem the plan in t
 @click.command(epilog=_EPILOG)
 @click.argument("profile", type=click.Path(exists=True, dir_okay=False), required=False)
 @click.option("--gpu-mem", help='Plan anew for this much device memory, e.g. "24GiB".')
-@click.option("--cpu-mem", help="Host memory of the new plan.  [default: no limit]")
+@click.option("--cpu-mem", help="Host memory of the new plan, of a machine.  [default: no limit]")
 @click.option("--strategy", default="autohete", show_default=True, help="Of the new plan.")
 @click.option(
     "--without",
@@ -33,6 +40,7 @@ The trace opens in Perfetto or chrome://tracing. Without --gpu-mem the plan in t
 @click.option(
     "--compare", is_flag=True, help="Print every strategy and ablation side by side; --gpu-mem."
 )
+@cluster_options
 @click.option(
     "--table", type=click.Choice(["paper"]), help="Print the paper's tables beside simulated ones."
 )
@@ -52,6 +60,7 @@ def command(
     trace: str | None,
     figure: str | None,
     as_json: bool,
+    **choices: Any,
 ) -> None:
     """Simulate the steps of a plan, from an autohete_profile.json."""
     if table is not None:
@@ -59,6 +68,12 @@ def command(
         return
     if profile is None:
         raise click.UsageError("give an autohete_profile.json, or --table paper")
+    cluster = take_cluster(choices)
+    if cluster is not None:
+        if gpu_mem is None:
+            raise click.UsageError("--devices plans anew; give --gpu-mem, of each device")
+        _print_scale(profile, cluster, gpu_mem, cpu_mem, strategy, as_json)
+        return
     if compare:
         if gpu_mem is None:
             raise click.UsageError("--compare plans anew; give --gpu-mem")
@@ -103,6 +118,23 @@ def _print_paper_table(as_json: bool) -> None:
         print_json(figures)
     else:
         print(format_paper_comparison(figures))
+
+
+def _print_scale(
+    profile: str,
+    cluster: Cluster,
+    gpu_mem: str,
+    cpu_mem: str | None,
+    strategy: str,
+    as_json: bool,
+) -> None:
+    from autohete.planning import load_profile
+    from autohete.planning.cluster import scale
+
+    measured, _ = load_profile(profile)
+    with working("planning for each number of devices"):
+        points = scale(measured, cluster, gpu_mem, cpu_mem, strategy=strategy)
+    print_scale(points, cluster, as_json)
 
 
 def _print_comparison(profile: str, gpu_mem: str, cpu_mem: str | None, as_json: bool) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from autohete import _C
+from autohete.optim.sharded import PartOf, is_sharded
 
 __all__ = ["CPUOptimizer", "loaded_state", "number"]
 
@@ -213,8 +214,33 @@ class CPUOptimizer(Optimizer):
         index: int,
         after: list[Callable[[], Any]],
     ) -> tuple[Any, ...]:
-        """Return one parameter's update; odd layouts go through copies."""
-        state = self.state[param]
+        """Return one parameter's update; of a sharded one, of what this rank has of it."""
+        if is_sharded(param):
+            part = PartOf(param, grad, self._name)
+            update = self._update_with(
+                part.state(self.state[param]),
+                part.parameter,
+                part.gradient,
+                hyper,
+                group,
+                index,
+                after,
+            )
+            part.show(self.state[param])
+            return update
+        return self._update_with(self.state[param], param, grad, hyper, group, index, after)
+
+    def _update_with(
+        self,
+        state: dict[str, Any],
+        param: Tensor,
+        grad: Tensor,
+        hyper: Any,
+        group: dict[str, Any],
+        index: int,
+        after: list[Callable[[], Any]],
+    ) -> tuple[Any, ...]:
+        """Odd layouts go through copies."""
         for tensor in (param, grad):
             if type(tensor) not in _PLAIN and tensor.layout == torch.strided:
                 tensor.data_ptr()  # of a model wrapped with another optimizer: waits for it
@@ -230,7 +256,7 @@ class CPUOptimizer(Optimizer):
             grad = like(grad, work)
             if work is not param:
                 after.append(partial(param.copy_, work))
-        kept = state.get(self._main_state, state.get("master"))
+        kept: Any = state.get(self._main_state, state.get("master"))
         alike = kept is None or (plain and kept.is_contiguous())
         if not alike and kept.stride() != work.stride():
             for key in _FP32_KEYS:
@@ -243,7 +269,9 @@ class CPUOptimizer(Optimizer):
         return update
 
     def _forget_empty(self, param: Tensor) -> None:
-        if not self.state[param]:  # as torch, which makes none where the rule needs none
+        if (
+            param in self.state and not self.state[param]
+        ):  # as torch, which makes none where the rule needs none
             del self.state[param]
 
     def _check_param(self, param: Tensor) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autohete import _C
+from autohete.planning.cluster import Cluster, ScalePoint, scale
 from autohete.planning.gpt2_shape import GPT2Shape
 from autohete.planning.library import Machine, find_machine, profile_on
 from autohete.planning.make_plan import Size, make_plan, minimum_gpu_mem
@@ -219,6 +220,33 @@ def plan_for(
             raise _with_batch_that_fits(error, wanted, model) from None
         raise
     return replace(report, help=_what_helps(report, model)) if suggest else report
+
+
+def scale_for(
+    model: str | Any,
+    gpu: str | Machine,
+    batch: int,
+    seq: int,
+    cluster: Cluster,
+    precision: str = "bf16",
+    *,
+    gpu_mem: Size | None = None,
+    cpu_mem: Size | None = None,
+    strategy: str = "autohete",
+    gated: bool = True,
+    **overrides: Any,
+) -> list[ScalePoint]:
+    """Plan a model for many devices that one need not have; see plan_for() and cluster.scale().
+
+    Args:
+        batch: of each device.
+        gpu: each device and its machine's host; what of the host is per device, they share.
+    """
+    machine = find_machine(gpu, **overrides) if isinstance(gpu, str) else gpu
+    profile = profile_on(_describe(model, batch, seq, precision), machine)
+    device = machine.usable_bytes if gpu_mem is None else gpu_mem
+    host = machine.host_bytes if cpu_mem is None else cpu_mem
+    return scale(profile, cluster, device, host, strategy=strategy, gated=gated)
 
 
 def plan_report(wanted: PlanReport) -> PlanReport:

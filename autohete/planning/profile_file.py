@@ -47,6 +47,21 @@ _HARDWARE_FIELDS: dict[str, type] = {
     "cpu_share_during_compute": float,
     "compute_share_during_cpu": float,
 }
+_RANK_FIELDS: dict[str, type] = {
+    "num_ranks": int,
+    "exchange_bytes_per_second": float,
+    "gather_bytes_per_second": float,
+    "device_gather_bytes_per_second": float,
+    "exchange_latency_seconds": float,
+    "gather_latency_seconds": float,
+    "device_gather_latency_seconds": float,
+    "pack_bytes_per_second": float,
+    "compute_share_during_collective": float,
+    "cpu_share_during_collective": float,
+    "collective_share_during_compute": float,
+    "collective_share_during_cpu": float,
+    "collective_share_during_other": float,
+}
 _PROFILE_FIELDS: dict[str, type] = {
     "fixed_device_bytes": int,
     "fixed_host_bytes": int,
@@ -78,6 +93,7 @@ def profile_to_dict(profile: _C.Profile) -> dict[str, Any]:
     return {
         **_fields_of(profile, _PROFILE_FIELDS),
         "hardware": _fields_of(profile.hardware, _HARDWARE_FIELDS),
+        "ranks": _fields_of(profile.ranks, _RANK_FIELDS),
         "units": [_fields_of(unit, _UNIT_FIELDS) for unit in profile.units],
     }
 
@@ -87,13 +103,18 @@ def profile_from_dict(data: Any, where: str = "profile") -> _C.Profile:
     profile = _C.Profile()
     if isinstance(data, dict):
         # Of files from before they were written.
-        data = {"speculates": False, "outside_seconds": 0.0, **data}
-    _check_keys(data, {*_PROFILE_FIELDS, "hardware", "units"}, where)
+        alone = _fields_of(_C.RankProfile(), _RANK_FIELDS)
+        data = {"speculates": False, "outside_seconds": 0.0, "ranks": alone, **data}
+    _check_keys(data, {*_PROFILE_FIELDS, "hardware", "ranks", "units"}, where)
     _set_fields(profile, data, _PROFILE_FIELDS, where)
     hardware = _C.HardwareProfile()
     _check_keys(data["hardware"], set(_HARDWARE_FIELDS), f"{where}.hardware")
     _set_fields(hardware, data["hardware"], _HARDWARE_FIELDS, f"{where}.hardware")
     profile.hardware = hardware
+    ranks = _C.RankProfile()
+    _check_keys(data["ranks"], set(_RANK_FIELDS), f"{where}.ranks")
+    _set_fields(ranks, data["ranks"], _RANK_FIELDS, f"{where}.ranks")
+    profile.ranks = ranks
     profile.units = [
         _unit_from_dict(unit, f"{where}.units[{i}]")
         for i, unit in enumerate(_list(data["units"], f"{where}.units"))

@@ -16,6 +16,8 @@ _LANE_NAMES = {
     _C.SimulatedLane.H2D: "host to device",
     _C.SimulatedLane.D2H: "device to host",
     _C.SimulatedLane.CPU: "CPU updates",
+    _C.SimulatedLane.EXCHANGE: "exchange of gradients",
+    _C.SimulatedLane.GATHER: "gather of parameters",
 }
 
 
@@ -56,6 +58,8 @@ def write_trace(
     """Write the spans as a Chrome/Perfetto trace (microseconds)."""
     names = [unit.name for unit in profile.units]
     lanes = list(_LANE_NAMES)
+    alone = profile.ranks.num_ranks == 1
+    shown = lanes[:4] if alone else lanes  # without the lanes of several ranks
     events: list[dict[str, object]] = [
         {
             "ph": "M",
@@ -65,6 +69,7 @@ def write_trace(
             "args": {"name": name},
         }
         for lane, name in _LANE_NAMES.items()
+        if lane in shown
     ]
     events.extend(
         {

@@ -125,9 +125,8 @@ def sweep_chart(rows: list[Row], title: str, *, doubling: bool = False) -> Spec:
     return _spec(alt.layer(line, points), height=190)
 
 
-_LANE_COLOURS = dict(
-    zip(LANES, (WORK[w] for w in ("backward", "upload", "download", "update")), strict=True)
-)
+_LANE_WORK = ("backward", "upload", "download", "update", "exchange", "gather")
+_LANE_COLOURS = dict(zip(LANES, (WORK[w] for w in _LANE_WORK), strict=True))
 
 
 def _unit(largest: int) -> tuple[str, int]:

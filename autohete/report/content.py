@@ -25,7 +25,8 @@ HOST = "Host memory over one step"
 TIMELINE = "The lanes over two steps"
 BATCHES = "Tokens per second by batch"
 BUDGETS = "Tokens per second by device memory"
-_BINDING = ("compute", "h2d", "d2h", "cpu")  # the planner's names, in the order of data.LANES
+# The planner's names, in the order of data.LANES.
+_BINDING = ("compute", "h2d", "d2h", "cpu", "exchange", "gather")
 
 
 @dataclass

@@ -10,13 +10,22 @@ from autohete import _C
 from autohete.planning import ActivationRule, Plan, Profile, Tier, device_visits
 from autohete.planning.sizes import format_bytes
 
-LANES = ("device compute", "host to device", "device to host", "CPU updates")
+LANES = (
+    "device compute",
+    "host to device",
+    "device to host",
+    "CPU updates",
+    "exchange of gradients",
+    "gather of parameters",
+)
 Row = dict[str, Any]
 _SIMULATED_LANES = {
     _C.SimulatedLane.COMPUTE: 0,
     _C.SimulatedLane.H2D: 1,
     _C.SimulatedLane.D2H: 2,
     _C.SimulatedLane.CPU: 3,
+    _C.SimulatedLane.EXCHANGE: 4,
+    _C.SimulatedLane.GATHER: 5,
 }
 _MOST_SPANS = 600  # drawn one by one; more are joined with their neighbours
 
@@ -152,7 +161,7 @@ def joined(spans: Sequence[Span], gap: float) -> list[Span]:
 def _kind(what: str) -> str:
     """The engine's words for work, in those of the pictures."""
     word = what.split(" ")[0]  # "update ahead" is an update
-    return "download" if word == "gradients" else word
+    return {"gradients": "download", "take": "exchange"}.get(word, word)
 
 
 def _unit_names(span: Span, names: Sequence[str]) -> str:

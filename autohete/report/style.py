@@ -17,6 +17,8 @@ WORK = {
     "update": "#8a5a2b",
     "upload": "#5fb596",
     "download": "#c77fae",
+    "exchange": "#21503c",
+    "gather": "#d9d27a",
     "wait": "#402b52",
 }
 """What a lane does -> colour."""

@@ -62,11 +62,30 @@ void bind_data(py::module_& module) {
       .def_readwrite("cpu_share_during_copy", &HardwareProfile::cpu_share_during_copy)
       .def_readwrite("cpu_share_during_compute", &HardwareProfile::cpu_share_during_compute)
       .def_readwrite("compute_share_during_cpu", &HardwareProfile::compute_share_during_cpu);
+  py::class_<RankProfile>(module, "RankProfile")
+      .def(py::init<>())
+      .def(py::init<const RankProfile&>(), py::arg("other"))  // a copy
+      .def_readwrite("num_ranks", &RankProfile::num_ranks)
+      .def_readwrite("exchange_bytes_per_second", &RankProfile::exchange_bytes_per_second)
+      .def_readwrite("gather_bytes_per_second", &RankProfile::gather_bytes_per_second)
+      .def_readwrite("device_gather_bytes_per_second", &RankProfile::device_gather_bytes_per_second)
+      .def_readwrite("exchange_latency_seconds", &RankProfile::exchange_latency_seconds)
+      .def_readwrite("gather_latency_seconds", &RankProfile::gather_latency_seconds)
+      .def_readwrite("device_gather_latency_seconds", &RankProfile::device_gather_latency_seconds)
+      .def_readwrite("pack_bytes_per_second", &RankProfile::pack_bytes_per_second)
+      .def_readwrite("compute_share_during_collective",
+                     &RankProfile::compute_share_during_collective)
+      .def_readwrite("cpu_share_during_collective", &RankProfile::cpu_share_during_collective)
+      .def_readwrite("collective_share_during_compute",
+                     &RankProfile::collective_share_during_compute)
+      .def_readwrite("collective_share_during_cpu", &RankProfile::collective_share_during_cpu)
+      .def_readwrite("collective_share_during_other", &RankProfile::collective_share_during_other);
   py::class_<Profile>(module, "Profile")
       .def(py::init<>())
       .def(py::init<const Profile&>(), py::arg("other"))  // a copy
       .def_readwrite("units", &Profile::units)
       .def_readwrite("hardware", &Profile::hardware)
+      .def_readwrite("ranks", &Profile::ranks)
       .def_readwrite("fixed_device_bytes", &Profile::fixed_device_bytes)
       .def_readwrite("fixed_host_bytes", &Profile::fixed_host_bytes)
       .def_readwrite("outside_seconds", &Profile::outside_seconds)
@@ -202,7 +221,9 @@ void bind_simulator(py::module_& module) {
       .value("COMPUTE", SimulatedLane::kCompute)
       .value("H2D", SimulatedLane::kH2d)
       .value("D2H", SimulatedLane::kD2h)
-      .value("CPU", SimulatedLane::kCpu);
+      .value("CPU", SimulatedLane::kCpu)
+      .value("EXCHANGE", SimulatedLane::kExchange)
+      .value("GATHER", SimulatedLane::kGather);
   py::class_<SimulatedSpan>(module, "SimulatedSpan")
       .def_readonly("lane", &SimulatedSpan::lane)
       .def_readonly("unit", &SimulatedSpan::unit)
@@ -305,7 +326,8 @@ void bind_cost_model(py::module_& module) {
       [](const Profile& profile, const Plan& plan) {
         const LaneSeconds lanes = lane_seconds(profile, plan);
         return py::dict(py::arg("compute") = lanes.compute, py::arg("h2d") = lanes.h2d,
-                        py::arg("d2h") = lanes.d2h, py::arg("cpu") = lanes.cpu);
+                        py::arg("d2h") = lanes.d2h, py::arg("cpu") = lanes.cpu,
+                        py::arg("exchange") = lanes.exchange, py::arg("gather") = lanes.gather);
       },
       py::arg("profile"), py::arg("plan"));
   module.def(

@@ -133,11 +133,14 @@ LaneSeconds lane_seconds(const Profile& profile, const Plan& plan) {
     const UnitPlan& placed = plan.units[i];
     const bool recompute = placed.activations == ActivationRule::kRecompute;
     lanes.compute += repeats * (unit.forward * (recompute ? 2 : 1) + unit.backward);
+    lanes.compute += 2 * unit.pack;
+    lanes.exchange += unit.exchange;
     if (placed.optimizer_state == Tier::kDevice) {
       lanes.compute += unit.device_update;
       continue;
     }
     lanes.cpu += unit.cpu_update;
+    lanes.gather += unit.gather;
     lanes.d2h += repeats * unit.download;
     lanes.h2d += placed.parameters == Tier::kHost ? 2 * repeats * unit.upload : unit.upload_update;
   }
@@ -145,9 +148,12 @@ LaneSeconds lane_seconds(const Profile& profile, const Plan& plan) {
 }
 
 std::string binding_lane(const LaneSeconds& lanes) {
-  const double busiest = std::max({lanes.compute, lanes.h2d, lanes.d2h, lanes.cpu});
+  const double busiest =
+      std::max({lanes.compute, lanes.h2d, lanes.d2h, lanes.cpu, lanes.exchange, lanes.gather});
   if (lanes.compute == busiest) return "compute";
   if (lanes.cpu == busiest) return "cpu";
+  if (lanes.exchange == busiest) return "exchange";
+  if (lanes.gather == busiest) return "gather";
   return lanes.h2d == busiest ? "h2d" : "d2h";
 }
 

@@ -41,11 +41,11 @@ std::size_t host_bytes(const Profile& profile, const Plan& plan);
 
 // Seconds of work per step on each lane, waits not included.
 struct LaneSeconds {
-  double compute = 0, h2d = 0, d2h = 0, cpu = 0;
+  double compute = 0, h2d = 0, d2h = 0, cpu = 0, exchange = 0, gather = 0;
 };
 LaneSeconds lane_seconds(const Profile& profile, const Plan& plan);
 
-// "compute", "h2d", "d2h" or "cpu": the busiest.
+// "compute", "h2d", "d2h", "cpu", "exchange" or "gather": the busiest.
 std::string binding_lane(const LaneSeconds& lanes);
 
 }  // namespace autohete

@@ -78,6 +78,8 @@ class Builder {
     out_.time_scale = time > 0 ? time * profile_.gradient_accumulation_steps : 1;
     out_.tie_break = kTieBreak / units;
     for (Segment& s : out_.segments) {
+      s.seconds.backward += 2 * s.seconds.pack / profile_.gradient_accumulation_steps;
+      s.of_layer.backward += 2 * s.of_layer.pack / profile_.gradient_accumulation_steps;
       scale_seconds(s.seconds);
       scale_seconds(s.of_layer);
       s.recompute_seconds /= out_.time_scale;
@@ -87,7 +89,7 @@ class Builder {
   // From here on the segments' seconds are in units of time_scale.
   void scale_seconds(UnitSeconds& s) const {
     for (double* value : {&s.forward, &s.backward, &s.upload, &s.upload_update, &s.download,
-                          &s.cpu_update, &s.device_update}) {
+                          &s.cpu_update, &s.device_update, &s.exchange, &s.gather, &s.pack}) {
       *value /= out_.time_scale;
     }
   }
@@ -311,6 +313,12 @@ class Builder {
     at_least(v.backward, Expression().add(n * b + loss).add(v.c, again));
     at_least(v.backward, streaming(g));
     at_least(v.backward, streaming(g).add(n * b + loss).add(v.o, -b));
+    if (among_ranks()) {
+      const double m = profile_.gradient_accumulation_steps, others = (m - 1) / m;
+      const double exchanges = n * seconds(g).exchange / m;
+      at_least(v.backward,
+               Expression().add(others * (n * b + loss) + exchanges).add(v.c, others * again));
+    }
     if (download > b) {  // else the buffers never run out
       Expression leaving;
       leaving.add(n * b + loss + 2 * of_layer(g).backward - 3 * of_layer(g).download);
@@ -323,18 +331,20 @@ class Builder {
   void add_step_time() {
     out_.step = new_variable("T", kUnlimited);
     const double m = profile_.gradient_accumulation_steps;
-    Expression compute, cpu, d2h, h2d;
+    Expression compute, cpu, d2h, h2d, gather;
     for (int g = 0; g < num_segments(); ++g) {
       const SegmentVariables& v = of_[g];
       const UnitSeconds& s = seconds(g);
       compute.add(v.forward, m).add(v.backward, m);
       compute.add(segment(g).count * s.device_update).add(v.o, -s.device_update);
       cpu.add(v.o, s.cpu_update);
+      gather.add(v.o, s.gather);
       d2h.add(v.o, m * s.download);
       h2d.add(v.o, s.upload_update).add(v.p, 2 * m * s.upload - s.upload_update);
       h2d.add(v.z, -options_.window * of_layer(g).upload);
     }
     for (const Expression& lane : {compute, cpu, d2h, h2d}) at_least(out_.step, lane);
+    if (among_ranks()) at_least(out_.step, gather);
     for (int g = 0; g < num_segments(); ++g) {
       if (trainable_parameters(segment(g).unit) > 0) add_loop(g);
     }
@@ -352,10 +362,13 @@ class Builder {
     return sum;
   }
 
-  enum class Work { kUpdate, kUpload, kDownload };
+  bool among_ranks() const { return profile_.ranks.num_ranks > 1; }
+
+  enum class Work { kUpdate, kUpload, kDownload, kGather };
   double work_seconds(int g, Work work) const { return work_seconds(seconds(g), work); }
   static double work_seconds(const UnitSeconds& s, Work work) {
     if (work == Work::kUpdate) return s.cpu_update;
+    if (work == Work::kGather) return s.gather;
     return work == Work::kUpload ? s.upload_update : s.download;
   }
   void add_queue(Expression& sum, int end, Work work) const {
@@ -368,13 +381,27 @@ class Builder {
     } else {
       add_ungated_loop(g);
     }
+    if (among_ranks()) add_gather_loop(g);
+  }
+
+  // Gathers wait for the end of backward, whatever updates do.
+  void add_gather_loop(int g) {
+    const SegmentVariables& v = of_[g];
+    const UnitSeconds& layer = of_layer(g);
+    Expression first = around(g, true), last = around(g, true);
+    first.add(v.o, seconds(g).forward).add(v.y, layer.gather + layer.upload_update);
+    add_queue(first, g, Work::kGather);
+    last.add(v.y, layer.forward + layer.upload_update);
+    add_queue(last, g + 1, Work::kGather);
+    at_least(out_.step, first);
+    at_least(out_.step, last);
   }
 
   void add_ungated_loop(int g) {
     const SegmentVariables& v = of_[g];
     const UnitSeconds& s = seconds(g);
     const UnitSeconds& layer = of_layer(g);
-    const double loop = layer.download + layer.cpu_update + layer.upload_update;
+    const double loop = layer.download + layer.cpu_update + layer.gather + layer.upload_update;
     for (const Work work : {Work::kUpdate, Work::kUpload}) {
       Expression first = around(g, false), last = around(g, false);
       first.add(v.o, s.forward + s.backward).add(v.x, segment(g).recompute_seconds).add(v.y, loop);
@@ -394,7 +421,7 @@ class Builder {
     const SegmentVariables& v = of_[g];
     const UnitSeconds& s = seconds(g);
     const UnitSeconds& layer = of_layer(g);
-    const double renew = layer.cpu_update + layer.upload_update;
+    const double renew = layer.cpu_update + layer.gather + layer.upload_update;
     for (const Work work : {Work::kUpdate, Work::kUpload}) {
       Expression first = around(g, true), last = around(g, true);
       first.add(v.o, s.forward).add(v.y, renew);

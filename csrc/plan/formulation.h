@@ -54,6 +54,12 @@
 //     T >= (m-1)sum(F+B) + later(F+B) + y(f+b) + earlier and own(o D) + y(U+H')
 //     if the first segment is one unit, for each other segment h with a longer update than its D:
 //     T >= (m-1)sum(F+B) + sum B + later F + o f + y(U+H') + U_h (y + y_h - 1)
+// With several ranks a unit's exchange E, gather R and pack K come in: b is b + 2 K / m, each
+// loop's U is U + R, and
+//   B >= ((m-1)(n b + c f) + n E) / m     (one exchange at a time in a step's last backward)
+//   T >= sum o R
+//   T >= (m-1)sum(F+B) + sum B + later F + o f + earlier(o R) + y(R+H')
+//   T >= (m-1)sum(F+B) + sum B + later F + y f + earlier and own(o R) + y H'
 // The objective is T + 1e-6 (sum of counts) / (sum of units): of equal times, the smaller counts.
 //
 // Numbers are scaled: bytes by device_scale / host_scale, seconds by time_scale.

@@ -29,10 +29,11 @@ bool Lanes::overtake(SimulatedLane lane) {
 
 std::vector<SimulatedLane> Lanes::advance() {
   double least = std::numeric_limits<double>::infinity();
-  std::array<double, 4> rates{}, until{};
+  std::array<double, kNumSimulatedLanes> rates{}, until{};
   for (std::size_t i = 0; i < work_.size(); ++i) {
     if (!work_[i].busy) continue;
-    rates[i] = rate(static_cast<SimulatedLane>(i));
+    const SimulatedLane lane = static_cast<SimulatedLane>(i);
+    rates[i] = rate(lane) * rate_among_ranks(lane);
     until[i] = (work_[i].remaining - work_[i].leave_at) / rates[i];
     least = std::min(least, until[i]);
   }
@@ -52,6 +53,7 @@ std::vector<SimulatedLane> Lanes::advance() {
 double Lanes::rate(SimulatedLane lane) const {
   const bool up = busy(SimulatedLane::kH2d), down = busy(SimulatedLane::kD2h);
   const bool computing = busy(SimulatedLane::kCompute), updating = busy(SimulatedLane::kCpu);
+  if (lane == SimulatedLane::kExchange || lane == SimulatedLane::kGather) return 1;
   if (lane == SimulatedLane::kCompute) return updating ? hardware_.compute_share_during_cpu : 1;
   if (lane == SimulatedLane::kCpu) {
     return (up || down ? hardware_.cpu_share_during_copy : 1) *
@@ -60,6 +62,18 @@ double Lanes::rate(SimulatedLane lane) const {
   double rate = updating ? hardware_.copy_share_during_cpu : 1;
   if (lane == SimulatedLane::kH2d && down) rate *= hardware_.h2d_share_during_d2h;
   if (lane == SimulatedLane::kD2h && up) rate *= hardware_.d2h_share_during_h2d;
+  return rate;
+}
+
+double Lanes::rate_among_ranks(SimulatedLane lane) const {
+  const bool exchange = busy(SimulatedLane::kExchange), gather = busy(SimulatedLane::kGather);
+  if (!exchange && !gather) return 1;
+  if (lane == SimulatedLane::kCompute) return ranks_.compute_share_during_collective;
+  if (lane == SimulatedLane::kCpu) return ranks_.cpu_share_during_collective;
+  if (lane == SimulatedLane::kH2d || lane == SimulatedLane::kD2h) return 1;
+  double rate = exchange && gather ? ranks_.collective_share_during_other : 1;
+  if (busy(SimulatedLane::kCompute)) rate *= ranks_.collective_share_during_compute;
+  if (busy(SimulatedLane::kCpu)) rate *= ranks_.collective_share_during_cpu;
   return rate;
 }
 

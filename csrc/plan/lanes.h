@@ -1,6 +1,6 @@
-// Four lanes (device compute, H2D, D2H, CPU) that each do one thing at a time and slow each other
-// down where they share a link, memory or cores. Knows time and rates, nothing of training: the
-// simulator says what begins, and is told what has ended.
+// Lanes (device compute, H2D, D2H, CPU, and of several ranks exchange and gather) that each do one
+// thing at a time and slow each other down where they share a link, memory or cores. Knows time and
+// rates, nothing of training: the simulator says what begins, and is told what has ended.
 //
 // Value semantics, one thread, deterministic.
 #pragma once
@@ -27,7 +27,8 @@ struct LaneWork {
 
 class Lanes {
  public:
-  explicit Lanes(const HardwareProfile& hardware) : hardware_(hardware) {}
+  Lanes(const HardwareProfile& hardware, const RankProfile& ranks)
+      : hardware_(hardware), ranks_(ranks) {}
 
   double now() const { return now_; }
   const LaneWork& operator[](SimulatedLane lane) const { return work_[index(lane)]; }
@@ -48,8 +49,12 @@ class Lanes {
   bool busy(SimulatedLane lane) const { return work_[index(lane)].busy; }
   double rate(SimulatedLane lane) const;  // share of the full rate, given what else is busy
 
+  // The share of it that collectives leave to a lane, or that a collective keeps.
+  double rate_among_ranks(SimulatedLane lane) const;
+
   const HardwareProfile hardware_;
-  std::array<LaneWork, 4> work_;
+  const RankProfile ranks_;
+  std::array<LaneWork, kNumSimulatedLanes> work_;
   double now_ = 0;
 };
 

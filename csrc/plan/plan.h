@@ -46,9 +46,35 @@ struct HardwareProfile {
   double compute_share_during_cpu = 1;
 };
 
+// The ranks that train one model together, all alike, as one of them sees it. Each averages every
+// unit's gradients over all, updates its rows (1 / num_ranks of them) and gets the other rows from
+// the others. With one rank nothing below counts.
+struct RankProfile {
+  int num_ranks = 1;
+  // Collectives, in bytes of a whole unit's gradients or trainable parameters, whatever moves for
+  // them: gradients averaged; parts brought together on the host and on the device. Each takes its
+  // latency too.
+  double exchange_bytes_per_second = 0;
+  double gather_bytes_per_second = 0;
+  double device_gather_bytes_per_second = 0;
+  double exchange_latency_seconds = 0;
+  double gather_latency_seconds = 0;
+  double device_gather_latency_seconds = 0;
+  // Laying gradients out for an exchange; taking them up again is as fast. Work of the device.
+  double pack_bytes_per_second = 0;
+  // The share of its full rate that the first keeps while the second goes on: below 1 where they
+  // are on the same cores or the same link. "collective": an exchange or a gather on the host.
+  double compute_share_during_collective = 1;
+  double cpu_share_during_collective = 1;
+  double collective_share_during_compute = 1;
+  double collective_share_during_cpu = 1;
+  double collective_share_during_other = 1;  // an exchange during a gather, and the reverse
+};
+
 struct Profile {
   std::vector<UnitProfile> units;  // in forward order
   HardwareProfile hardware;
+  RankProfile ranks;
   std::size_t fixed_device_bytes = 0;  // inputs, logits, loss and what else no unit owns
   std::size_t fixed_host_bytes = 0;
   // Compute of each forward and backward pass that is no unit's: the loss, the loop itself. It
@@ -86,7 +112,7 @@ struct Plan {
   std::size_t device_peak_bytes = 0;  // expected; what fits is decided by cost_model.h's bound
   std::size_t host_bytes = 0;
   std::string solver;        // "glpk" or "enumeration"
-  std::string binding_lane;  // "compute", "h2d", "d2h", "cpu"
+  std::string binding_lane;  // "compute", "h2d", "d2h", "cpu", "exchange", "gather"
 };
 
 }  // namespace autohete

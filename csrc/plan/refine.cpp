@@ -35,8 +35,12 @@ class Climber {
 
   Plan climb(const std::vector<SegmentCounts>& start) {
     best_.counts.resize(start.size());
-    if (fits(best_.counts)) return decode();  // all on the device
+    const bool all_fits = fits(best_.counts);
+    if (all_fits && profile_.ranks.num_ranks == 1) return decode();  // all on the device
+    const std::vector<SegmentCounts> all = best_.counts;
     best_.counts = start;
+    // Several ranks gather what the device updated before the next step, the rest behind it.
+    if (all_fits) attempt({all, Spacing::kTrailing});
     attempt({start, Spacing::kTrailing});
     attempt({start, Spacing::kSpread});
     const int largest = formulation_.segments[main_].count;

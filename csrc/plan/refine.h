@@ -12,7 +12,8 @@ namespace autohete {
 // options.max_simulations simulations; every plan it tries fits the formulation's budgets. Returns
 // the one with the shortest simulated step; of equal ones the first tried, so the solver's own plan
 // with trailing offload wins ties. Where everything fits on the device nothing leaves it: a gain
-// from updating on the host would rest on two measured rates alone. Deterministic.
+// from updating on the host would rest on two measured rates alone. Not so of several ranks, whose
+// gather of what the device updated nothing hides. Deterministic.
 Plan refine(const Profile& profile, const Formulation& formulation,
             const std::vector<SegmentCounts>& counts, const PlannerOptions& options);
 

@@ -61,6 +61,9 @@ void add_seconds(UnitSeconds& sum, const UnitSeconds& more, double share) {
   sum.download += share * more.download;
   sum.cpu_update += share * more.cpu_update;
   sum.device_update += share * more.device_update;
+  sum.exchange += share * more.exchange;
+  sum.gather += share * more.gather;
+  sum.pack += share * more.pack;
 }
 
 void add_layer(Segment& segment, const UnitProfile& layer, const Profile& profile) {
@@ -111,6 +114,18 @@ bool parameters_leave(int i, int parameters, int state, Spacing spacing) {
          static_cast<long long>(i) * parameters / state;
 }
 
+// Each rank updates its rows only, and all exchange.
+void add_ranks(UnitSeconds& seconds, const UnitProfile& unit, const RankProfile& ranks) {
+  const double bytes = static_cast<double>(unit.grad_bytes);
+  seconds.cpu_update /= ranks.num_ranks;
+  seconds.device_update /= ranks.num_ranks;
+  seconds.device_update +=
+      ranks.device_gather_latency_seconds + bytes / ranks.device_gather_bytes_per_second;
+  seconds.exchange = ranks.exchange_latency_seconds + bytes / ranks.exchange_bytes_per_second;
+  seconds.gather = ranks.gather_latency_seconds + bytes / ranks.gather_bytes_per_second;
+  seconds.pack = bytes / ranks.pack_bytes_per_second;
+}
+
 }  // namespace
 
 double copy_seconds(std::size_t bytes, double bytes_per_second, const Profile& profile) {
@@ -136,6 +151,7 @@ UnitSeconds unit_seconds(const UnitProfile& unit, const Profile& profile) {
   seconds.download = copy_seconds(unit.grad_bytes, hardware.d2h_bytes_per_second, profile);
   seconds.cpu_update = trainable_parameters(unit) / hardware.cpu_params_per_second;
   seconds.device_update = trainable_parameters(unit) / hardware.device_params_per_second;
+  if (profile.ranks.num_ranks > 1 && unit.grad_bytes > 0) add_ranks(seconds, unit, profile.ranks);
   return seconds;
 }
 

@@ -26,8 +26,12 @@ struct UnitSeconds {
   double upload = 0;         // all parameters, host to device
   double upload_update = 0;  // trainable parameters, host to device, after a CPU update
   double download = 0;       // gradients, device to host
-  double cpu_update = 0;
-  double device_update = 0;
+  double cpu_update = 0;     // of this rank's rows
+  double device_update = 0;  // of this rank's rows, and the gather of all
+  // With several ranks, else 0:
+  double exchange = 0;  // gradients averaged
+  double gather = 0;    // updated rows of all brought together on the host
+  double pack = 0;      // gradients laid out for the exchange; taken up again in as long
 };
 
 // latency x chunks + bytes / bandwidth. 0 for 0 bytes.

@@ -3,6 +3,7 @@
 #include "csrc/plan/simulator.h"
 
 #include <algorithm>
+#include <deque>
 #include <numeric>
 #include <set>
 #include <utility>
@@ -34,6 +35,7 @@ struct UnitState {
   int uploads = 0;          // after an update, finished
   bool resident = false;    // in a slot, current
   bool loading = false;     // in a slot, on its way
+  int own_updates = 0;      // of this rank's rows; one rank: as updates
   double up_remaining = 0;  // of an overtaken copy; 0: none
   double down_remaining = 0;
 };
@@ -48,7 +50,8 @@ class Simulator {
         window_(plan.window),
         keep_(keep),
         repeats_(profile.gradient_accumulation_steps),
-        lanes_(profile.hardware) {
+        exchanges_(profile.ranks.num_ranks > 1),
+        lanes_(profile.hardware, profile.ranks) {
     for (std::size_t i = 0; i < plan.units.size(); ++i) {
       units_.push_back(unit_state(profile, plan, static_cast<int>(i)));
     }
@@ -56,6 +59,7 @@ class Simulator {
     for (int i = 0; i < num_units_; ++i) {
       if (units_[i].host_parameters) offloaded_.push_back(i);
       if (!units_[i].host_state && units_[i].trainable) device_updated_.push_back(i);
+      if (units_[i].host_state) host_updated_.push_back(i);
     }
   }
 
@@ -108,7 +112,7 @@ class Simulator {
   }
   // Visits until the unit is next needed; the visit that is waiting to start counts as 0.
   int distance(int unit) const {
-    if (!compute().busy && action() != Action::kDeviceUpdate && visited_unit() == unit) return 0;
+    if (!visiting() && action() != Action::kDeviceUpdate && visited_unit() == unit) return 0;
     const auto [direction, position] = place();
     return next_use_distance(direction, position, unit, num_units_);
   }
@@ -124,8 +128,11 @@ class Simulator {
   }
 
   // ---- compute lane
+  bool visiting() const { return compute().busy && !taking_up_; }
   bool start_compute() {
-    if (compute().busy || step_ >= policy_.steps || !may_visit()) return false;
+    if (compute().busy || step_ >= policy_.steps) return false;
+    if (must_take_up()) return start_taking_up();
+    if (!may_visit()) return false;
     const UnitState& unit = units_[visited_unit()];
     switch (action()) {
       case Action::kForward:
@@ -134,7 +141,8 @@ class Simulator {
         break;
       case Action::kBackward:
         note_leaving(units_[visited_unit()]);
-        lanes_.begin(SimulatedLane::kCompute, visited_unit(), "backward", unit.backward);
+        lanes_.begin(SimulatedLane::kCompute, visited_unit(), "backward",
+                     unit.backward + (last_repeat() ? unit.seconds.pack : 0));
         break;
       case Action::kDeviceUpdate:
         lanes_.begin(SimulatedLane::kCompute, visited_unit(), "update", unit.seconds.device_update);
@@ -173,14 +181,62 @@ class Simulator {
   }
 
   void end_compute(int k) {
-    UnitState& unit = units_[k];
-    if (action() == Action::kBackward && unit.host_state) {
-      ++leaving_;
-      downloads_.insert({key(k), k});
+    if (taking_up_) return end_taking_up(k);
+    if (action() == Action::kBackward) {
+      if (exchanges_ && last_repeat() && units_[k].trainable) {
+        sent_.push_back(k);
+      } else {
+        gradients_ready(k);
+      }
     }
     ++visit_;
-    if (visit_ == 2 * num_units_) end_walk();
+    if (visit_ != 2 * num_units_) return end_walk_at_last_visit();
+    if (sent_.empty()) end_of_backward();
+  }
+  void gradients_ready(int k) {
+    if (!units_[k].host_state) return;
+    ++leaving_;
+    downloads_.insert({key(k), k});
+  }
+  void end_of_backward() {
+    end_walk();
+    end_walk_at_last_visit();
+  }
+  void end_walk_at_last_visit() {
     if (visit_ == end_of_visits()) next_walk();
+  }
+
+  // ---- gradients averaged over the ranks, parts brought together
+  // One may be on its way while the next unit computes; none when backward is over.
+  bool must_take_up() const { return sent_.size() > (visit_ == 2 * num_units_ ? 0 : 1); }
+  bool start_taking_up() {
+    if (num_exchanged_ == 0) return false;
+    taking_up_ = true;
+    const int k = sent_.front();
+    lanes_.begin(SimulatedLane::kCompute, k, "take up", units_[k].seconds.pack);
+    return true;
+  }
+  void end_taking_up(int k) {
+    taking_up_ = false;
+    sent_.pop_front();
+    --num_exchanged_;
+    gradients_ready(k);
+    if (visit_ == 2 * num_units_ && sent_.empty()) end_of_backward();
+  }
+  bool start_exchange() {
+    if (lanes_[SimulatedLane::kExchange].busy || sent_.size() == num_exchanged_) return false;
+    const int k = sent_[num_exchanged_];
+    lanes_.begin(SimulatedLane::kExchange, k, "exchange", units_[k].seconds.exchange);
+    return true;
+  }
+  // All ranks gather in one order, whatever is ready first.
+  bool start_gather() {
+    if (!exchanges_ || host_updated_.empty() || lanes_[SimulatedLane::kGather].busy) return false;
+    const int k = host_updated_[num_gathered_ % host_updated_.size()];
+    const int step = num_gathered_ / static_cast<int>(host_updated_.size());
+    if (step >= gates_open_ || units_[k].own_updates <= step) return false;
+    lanes_.begin(SimulatedLane::kGather, k, "gather", units_[k].seconds.gather);
+    return true;
   }
   void end_walk() {
     if (!last_repeat()) return;
@@ -225,7 +281,7 @@ class Simulator {
     if (cpu().busy) return false;
     for (const auto& entry : arrived_) {
       const int k = entry.second;
-      if (policy_.gated && units_[k].updates >= gates_open_) continue;
+      if (policy_.gated && units_[k].own_updates >= gates_open_) continue;
       lanes_.begin(SimulatedLane::kCpu, k, "update", units_[k].seconds.cpu_update);
       arrived_.erase(entry);
       return true;
@@ -233,6 +289,14 @@ class Simulator {
     return false;
   }
   void end_update(int k) {
+    ++units_[k].own_updates;
+    if (!exchanges_) updated_everywhere(k);
+  }
+  void end_gather(int k) {
+    ++num_gathered_;
+    updated_everywhere(k);
+  }
+  void updated_everywhere(int k) {
     UnitState& unit = units_[k];
     ++unit.updates;
     if (!unit.host_parameters) {
@@ -291,7 +355,7 @@ class Simulator {
     return -1;
   }
   int load_on_demand() const {
-    if (compute().busy || action() == Action::kDeviceUpdate) return -1;
+    if (visiting() || action() == Action::kDeviceUpdate) return -1;
     const int k = visited_unit();
     const bool missing = units_[k].host_parameters && !units_[k].resident;
     return missing && !is_loading_now(k) && current_on_host(k) ? k : -1;
@@ -301,12 +365,11 @@ class Simulator {
   std::vector<int> wanted() const {
     std::vector<int> units;
     int room = window_;
-    if (compute().busy && units_[compute().unit].host_parameters &&
-        action() != Action::kDeviceUpdate) {
+    if (visiting() && units_[compute().unit].host_parameters && action() != Action::kDeviceUpdate) {
       --room;
     }
     const auto [direction, position] = place();
-    const bool waiting = !compute().busy && action() != Action::kDeviceUpdate;
+    const bool waiting = !visiting() && action() != Action::kDeviceUpdate;
     const int here = visit_index(direction, position, num_units_) + (waiting ? 0 : 1);
     for (int ahead = 0; ahead < 2 * num_units_ && room > 0; ++ahead) {
       const int k = unit_of_visit((here + ahead) % (2 * num_units_), num_units_);
@@ -317,7 +380,7 @@ class Simulator {
     }
     return units;
   }
-  bool running(int k) const { return compute().busy && compute().unit == k; }
+  bool running(int k) const { return visiting() && compute().unit == k; }
 
   bool take_slot(int k) {
     if (slots_taken_ == window_ && !evict_for(k)) return false;
@@ -364,7 +427,8 @@ class Simulator {
   bool start_something() {
     const bool computed = start_compute(), downloaded = start_download();
     const bool updated = start_update(), uploaded = start_upload();
-    return computed || downloaded || updated || uploaded;
+    const bool exchanged = start_exchange(), gathered = start_gather();
+    return computed || downloaded || updated || uploaded || exchanged || gathered;
   }
 
   // Moves time to the next end of anything.
@@ -389,6 +453,11 @@ class Simulator {
         return end_download(unit);
       case SimulatedLane::kCpu:
         return end_update(unit);
+      case SimulatedLane::kExchange:
+        ++num_exchanged_;
+        return;
+      case SimulatedLane::kGather:
+        return end_gather(unit);
     }
   }
   // An overtaken copy keeps what it has moved.
@@ -413,6 +482,7 @@ class Simulator {
         (backward_ends_[steps - 1] - backward_ends_[half - 1]) / static_cast<double>(steps - half);
     for (const UnitState& unit : units_) {
       out.compute_seconds += repeats_ * (unit.seconds.forward + unit.backward);
+      out.compute_seconds += 2 * unit.seconds.pack;
       if (!unit.host_state) out.compute_seconds += unit.seconds.device_update;
       out.leaving_bytes.push_back(unit.others_leaving);
     }
@@ -427,12 +497,17 @@ class Simulator {
   const int repeats_;
   int num_units_ = 0;
   std::vector<UnitState> units_;
-  std::vector<int> offloaded_, device_updated_;
+  std::vector<int> offloaded_, device_updated_, host_updated_;
+  const bool exchanges_;  // there are several ranks
   Lanes lanes_;
   int step_ = 0, repeat_ = 0, visit_ = 0;
   int gates_open_ = 0;  // steps whose updates may start
   int leaving_ = 0;     // gradients computed and not yet on the host
   int slots_taken_ = 0;
+  bool taking_up_ = false;         // what compute is busy with
+  std::deque<int> sent_;           // units whose gradients are not taken up yet
+  std::size_t num_exchanged_ = 0;  // of those, the first ones
+  int num_gathered_ = 0;           // over all steps
   long long arrivals_ = 0;
   Queue downloads_, arrived_, uploads_;
   std::vector<double> backward_ends_, gaps_;

@@ -8,6 +8,11 @@
 // A backward whose gradients leave the device waits for one of three gradient buffers. Gradients
 // leave, and updates run, smallest unit first (order.h). The next forward of a unit waits for that
 // unit alone. Several steps are simulated; the period of the last ones is the prediction.
+//
+// Several ranks are alike, so one is simulated, with two lanes more. In a step's last backward a
+// unit's gradients are averaged (exchange) when it has left, one unit at a time; the next backward
+// but one waits for them and takes them up, and backward is over when all are. A unit's other rows
+// follow its update (gather), once the step is taken, smallest unit first whatever is ready.
 #pragma once
 
 #include <cstddef>
@@ -28,12 +33,14 @@ struct SimulationPolicy {
   int steps = 6;                   // simulated; at least 3
 };
 
-enum class SimulatedLane { kCompute, kH2d, kD2h, kCpu };
+enum class SimulatedLane { kCompute, kH2d, kD2h, kCpu, kExchange, kGather };
+constexpr std::size_t kNumSimulatedLanes = 6;
 
 struct SimulatedSpan {
   SimulatedLane lane;
   int unit;
-  std::string what;  // "forward", "backward", "update", "upload", "download"
+  // "forward", "backward", "take up", "update", "upload", "download", "exchange", "gather"
+  std::string what;
   double start_seconds;
   double end_seconds;
 };

@@ -10,19 +10,20 @@ namespace {
 constexpr std::size_t kMaxBytes = std::size_t{1} << 53;  // doubles count exactly up to here
 constexpr std::size_t kMaxUnits = 100000;
 constexpr double kMaxSeconds = 1e9;
+constexpr int kMaxRanks = 1000000;
 
 void require_seconds(const std::string& where, const char* field, double value) {
   require(std::isfinite(value) && value >= 0 && value <= kMaxSeconds, where, ": ", field, " is ",
           value, ", expected finite seconds >= 0; profile the model again");
 }
 
-void require_rate(const char* field, double value) {
-  require(std::isfinite(value) && value > 0 && value < 1e18, "profile.hardware: ", field, " is ",
-          value, ", expected a finite rate > 0; measure the machine or state the rate");
+void require_rate(const char* where, const char* field, double value) {
+  require(std::isfinite(value) && value > 0 && value < 1e18, where, ": ", field, " is ", value,
+          ", expected a finite rate > 0; measure the machine or state the rate");
 }
 
-void require_share(const char* field, double value) {
-  require(value > 0 && value <= 1, "profile.hardware: ", field, " is ", value,
+void require_share(const char* where, const char* field, double value) {
+  require(value > 0 && value <= 1, where, ": ", field, " is ", value,
           ", expected above 0 and at most 1");
 }
 
@@ -48,20 +49,40 @@ void validate_unit(const UnitProfile& unit) {
   require_seconds(where, "backward_seconds", unit.backward_seconds);
 }
 
+void validate(const RankProfile& ranks) {
+  const char* where = "profile.ranks";
+  require(ranks.num_ranks >= 1 && ranks.num_ranks <= kMaxRanks, where, ": num_ranks is ",
+          ranks.num_ranks, ", expected 1 .. ", kMaxRanks);
+  if (ranks.num_ranks == 1) return;
+  require_rate(where, "exchange_bytes_per_second", ranks.exchange_bytes_per_second);
+  require_rate(where, "gather_bytes_per_second", ranks.gather_bytes_per_second);
+  require_rate(where, "device_gather_bytes_per_second", ranks.device_gather_bytes_per_second);
+  require_rate(where, "pack_bytes_per_second", ranks.pack_bytes_per_second);
+  require_seconds(where, "exchange_latency_seconds", ranks.exchange_latency_seconds);
+  require_seconds(where, "gather_latency_seconds", ranks.gather_latency_seconds);
+  require_seconds(where, "device_gather_latency_seconds", ranks.device_gather_latency_seconds);
+  require_share(where, "compute_share_during_collective", ranks.compute_share_during_collective);
+  require_share(where, "cpu_share_during_collective", ranks.cpu_share_during_collective);
+  require_share(where, "collective_share_during_compute", ranks.collective_share_during_compute);
+  require_share(where, "collective_share_during_cpu", ranks.collective_share_during_cpu);
+  require_share(where, "collective_share_during_other", ranks.collective_share_during_other);
+}
+
 }  // namespace
 
 void validate(const HardwareProfile& hardware) {
-  require_rate("h2d_bytes_per_second", hardware.h2d_bytes_per_second);
-  require_rate("d2h_bytes_per_second", hardware.d2h_bytes_per_second);
-  require_rate("cpu_params_per_second", hardware.cpu_params_per_second);
-  require_rate("device_params_per_second", hardware.device_params_per_second);
-  require_seconds("profile.hardware", "link_latency_seconds", hardware.link_latency_seconds);
-  require_share("h2d_share_during_d2h", hardware.h2d_share_during_d2h);
-  require_share("d2h_share_during_h2d", hardware.d2h_share_during_h2d);
-  require_share("copy_share_during_cpu", hardware.copy_share_during_cpu);
-  require_share("cpu_share_during_copy", hardware.cpu_share_during_copy);
-  require_share("cpu_share_during_compute", hardware.cpu_share_during_compute);
-  require_share("compute_share_during_cpu", hardware.compute_share_during_cpu);
+  const char* where = "profile.hardware";
+  require_rate(where, "h2d_bytes_per_second", hardware.h2d_bytes_per_second);
+  require_rate(where, "d2h_bytes_per_second", hardware.d2h_bytes_per_second);
+  require_rate(where, "cpu_params_per_second", hardware.cpu_params_per_second);
+  require_rate(where, "device_params_per_second", hardware.device_params_per_second);
+  require_seconds(where, "link_latency_seconds", hardware.link_latency_seconds);
+  require_share(where, "h2d_share_during_d2h", hardware.h2d_share_during_d2h);
+  require_share(where, "d2h_share_during_h2d", hardware.d2h_share_during_h2d);
+  require_share(where, "copy_share_during_cpu", hardware.copy_share_during_cpu);
+  require_share(where, "cpu_share_during_copy", hardware.cpu_share_during_copy);
+  require_share(where, "cpu_share_during_compute", hardware.cpu_share_during_compute);
+  require_share(where, "compute_share_during_cpu", hardware.compute_share_during_cpu);
 }
 
 void validate(const Profile& profile) {
@@ -70,6 +91,7 @@ void validate(const Profile& profile) {
           " units, expected at most ", kMaxUnits);
   for (const UnitProfile& unit : profile.units) validate_unit(unit);
   validate(profile.hardware);
+  validate(profile.ranks);
   require_bytes("profile", "fixed_device_bytes", profile.fixed_device_bytes);
   require_bytes("profile", "fixed_host_bytes", profile.fixed_host_bytes);
   require_seconds("profile", "outside_seconds", profile.outside_seconds);

@@ -220,3 +220,28 @@ def test_profile_of_a_model_is_json_too(tmp_path: Path) -> None:
     said = as_json("profile", "gpt2", "--output", str(tmp_path / "p.json"))
     assert said["num_parameters"] > 1e8
     assert (tmp_path / "p.json").exists()
+
+
+# ---------------------------------------------------------------- several devices
+
+
+def test_plan_and_simulate_print_speed_up_and_efficiency_for_devices_that_are_not_here(
+    profile_file: Path,
+) -> None:
+    cluster = ("--devices", "16", "--machines", "4", "--inter-bandwidth", "5GB")
+    for arguments in (
+        ("plan", "gpt2", "--gpu", "a100-40", "--batch", "4", "--seq", "512"),
+        ("simulate", str(profile_file), "--gpu-mem", "3GiB"),
+    ):
+        figures = as_json(*arguments, *cluster)
+        assert figures["assumed"]["machine_bytes_per_second"] == 5e9
+        assert [point["devices"] for point in figures["devices"]] == [1, 2, 4, 8, 16]
+        assert figures["devices"][-1]["efficiency"] < figures["devices"][0]["efficiency"] == 1
+        text = run(*arguments, *cluster).output
+        assert "speed-up" in text and "efficiency" in text and "5 GB/s" in text
+
+
+def test_what_is_about_several_devices_needs_their_number() -> None:
+    result = run("plan", "gpt2", "--gpu", "a100-40", "--machines", "4")
+    assert result.exit_code == 2
+    assert "give --devices" in result.output

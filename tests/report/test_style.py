@@ -11,7 +11,7 @@ from autohete.report import style
 # What can stand side by side: the work of one lane, the places of one strip, the lines of a figure.
 NEIGHBOURS = {
     "the compute lane": [
-        style.WORK[w] for w in ("forward", "recompute", "backward", "update", "wait")
+        style.WORK[w] for w in ("forward", "recompute", "backward", "exchange", "update", "wait")
     ],
     "the strip": list(style.PLACES.values()),
     "the memory lines": list(style.SERIES.values()),
