@@ -151,6 +151,7 @@ class TorchEngine {
   void require_promise_kept() const;
   void update_now(const std::vector<AdamSpan>& spans);
   ContentHash hash_of_gradients(const std::vector<AdamSpan>& spans);
+  static std::size_t count_parameters(const std::vector<AdamSpan>& spans);
   void update_on_device(const std::vector<AdamHyper>& hypers);
   bool share_later(int unit);
   CopyAndWait copier();

@@ -1,0 +1,222 @@
+// How a unit's gradients change sides, and whether somebody changed them meanwhile.
+#include <ATen/ops/empty_strided.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "csrc/base/check.h"
+#include "csrc/bindings/torch_unit.h"
+#include "csrc/bindings/unit_parts.h"
+
+namespace autohete {
+namespace {
+
+// Somebody has the gradient's memory by other means than the tensor, so it cannot move.
+bool is_held(const at::Tensor& gradient) {
+  return gradient.has_storage() && (gradient.storage().use_count() > 1 || has_array(gradient));
+}
+
+}  // namespace
+
+at::Tensor exclusive_gradient(const at::Tensor& parameter, const at::Tensor& gradient) {
+  if (owns_its_storage(gradient) && gradient.strides() == parameter.strides() &&
+      !stands_in_a_block(gradient.storage()))
+    return gradient;
+  at::Tensor copy = at::empty_strided(parameter.sizes(), parameter.strides(), gradient.options());
+  copy.copy_(gradient.detach());
+  parameter.mutable_grad() = copy;
+  return copy;
+}
+
+bool TorchUnit::has_held_gradients() const {
+  return std::any_of(parameters_.begin(), parameters_.end(), [&](const TorchParameter& parameter) {
+    const at::Tensor& gradient = parameter.value.tensor().grad();
+    return parameter.group >= 0 && gradient.defined() && !on_host(parameter, gradient) &&
+           is_held(gradient);
+  });
+}
+
+std::vector<CopySegment> TorchUnit::collect_gradients(bool at_step) {
+  std::vector<CopySegment> segments;
+  for (TorchParameter& parameter : parameters_) {
+    if (parameter.group < 0) continue;
+    at::Tensor gradient = parameter.value.tensor().grad();
+    if (!gradient.defined()) continue;
+    if (on_host(parameter, gradient)) {
+      if (!changed_on_host(parameter, gradient)) continue;
+      parameter.leaving = gradient;
+      parameter.leaving_version = gradient._version();
+      leaving_ = true;
+      continue;
+    }
+    if (!at_step && is_held(gradient)) continue;
+    parameter.gradient_factor = 1.0F;
+    // The user kept last step's gradient: it gets memory of its own.
+    if (auto landed = parameter.landed.lock()) copy_out(*landed, Tier::kHost);
+    require(gradient.scalar_type() == parameter.value.tensor().scalar_type() &&
+                gradient.layout() == at::kStrided,
+            "autohete: a gradient of unit ", name_, " is ", c10::toString(gradient.scalar_type()),
+            " ", gradient.layout(), ", expected dense ",
+            c10::toString(parameter.value.tensor().scalar_type()));
+    gradient = exclusive_gradient(parameter.value.tensor(), gradient);
+    parameter.leaving = gradient;
+    parameter.leaving_version = gradient._version();
+    leaving_ = true;
+    if (gradient.nbytes() == 0) continue;
+    segments.push_back({gradients_host_->data() + parameter.gradient_offset, gradient.data_ptr(),
+                        gradient.nbytes()});
+  }
+  return segments;
+}
+
+bool TorchUnit::has_unsent_gradients() const {
+  for (const TorchParameter& parameter : parameters_) {
+    const at::Tensor& gradient = parameter.value.tensor().grad();
+    if (parameter.group < 0 || !gradient.defined()) continue;
+    if (parameter.leaving.is_same(gradient)) {
+      if (gradient._version() != parameter.leaving_version) return true;
+      continue;
+    }
+    if (!on_host(parameter, gradient) || changed_on_host(parameter, gradient)) return true;
+  }
+  return false;
+}
+
+bool TorchUnit::gradients_exchanged() const {
+  return std::any_of(parameters_.begin(), parameters_.end(), [&](const TorchParameter& parameter) {
+    const at::Tensor& gradient = parameter.value.tensor().grad();
+    if (parameter.group < 0 || !gradient.defined()) return false;
+    if (parameter.leaving.defined()) return !parameter.leaving.is_same(gradient);
+    return !parameter.landed.expired() && !on_host(parameter, gradient);
+  });
+}
+
+bool TorchUnit::on_host(const TorchParameter& parameter, const at::Tensor& gradient) const {
+  const auto landed = parameter.landed.lock();
+  return landed && gradient.has_storage() &&
+         gradient.storage().unsafeGetStorageImpl() == landed.get();
+}
+
+// On the host device whoever changed it has returned.
+bool TorchUnit::changed_on_host(const TorchParameter& parameter, const at::Tensor& gradient) const {
+  return !device_.is_cpu() && gradient._version() != parameter.landed_version;
+}
+
+void TorchUnit::land(TorchParameter& parameter, const at::Tensor& gradient) {
+  c10::StorageImpl* storage = gradient.storage().unsafeGetStorageImpl();
+  point_storage(*storage, gradients_host_, parameter.gradient_offset, gradient.device());
+  parameter.landed_version = gradient._version();
+  parameter.landed = c10::weak_intrusive_ptr<c10::StorageImpl>(
+      c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage));
+}
+
+void TorchUnit::land_held_back() {
+  for (TorchParameter& parameter : parameters_) {
+    const auto held = parameter.held_back.lock();
+    if (!held) continue;
+    const at::Tensor& gradient = parameter.value.tensor().grad();
+    const bool same = gradient.defined() && gradient.unsafeGetTensorImpl() == held.get() &&
+                      gradient._version() == parameter.leaving_version;
+    if (same && is_held(gradient)) continue;
+    if (same) land(parameter, gradient);
+    parameter.held_back.reset();
+  }
+}
+
+bool TorchUnit::land_gradients() {
+  bool again = false;
+  leaving_ = false;
+  for (TorchParameter& parameter : parameters_) {
+    if (!parameter.leaving.defined()) continue;
+    const at::Tensor gradient = std::exchange(parameter.leaving, at::Tensor());
+    if (gradient._version() != parameter.leaving_version) {
+      again = true;  // still this parameter's p.grad: collect_gradients() finds it
+      continue;
+    }
+    if (is_held(gradient)) {
+      parameter.held_back = c10::weak_intrusive_ptr<c10::TensorImpl>(gradient.getIntrusivePtr());
+    } else {
+      land(parameter, gradient);
+    }
+  }
+  return again;
+}
+
+void TorchUnit::note_offered() {
+  for (TorchParameter& parameter : parameters_) {
+    const at::Tensor& gradient = parameter.value.tensor().grad();
+    if (gradient.defined()) parameter.offered_version = gradient._version();
+  }
+}
+
+bool TorchUnit::offered_there() const {
+  return std::all_of(parameters_.begin(), parameters_.end(), [&](const TorchParameter& parameter) {
+    const at::Tensor& gradient = parameter.value.tensor().grad();
+    if (!gradient.defined()) return false;
+    // One that is leaving may land at any moment, and its update start; it is the same one still.
+    if (parameter.leaving.is_same(gradient))
+      return gradient._version() == parameter.leaving_version;
+    return on_host(parameter, gradient);
+  });
+}
+
+bool TorchUnit::offered_unchanged() const {
+  return offered_there() &&
+         std::all_of(parameters_.begin(), parameters_.end(), [](const TorchParameter& parameter) {
+           const at::Tensor& gradient = parameter.value.tensor().grad();
+           return gradient._version() == parameter.offered_version &&
+                  gradient.storage().use_count() == 1 && !has_array(gradient);
+         });
+}
+
+bool TorchUnit::offered_alone() const {
+  return std::all_of(parameters_.begin(), parameters_.end(), [](const TorchParameter& parameter) {
+    const at::Tensor& gradient = parameter.value.tensor().grad();
+    return gradient.use_count() == (parameter.leaving.is_same(gradient) ? 2 : 1);
+  });
+}
+
+std::vector<at::Tensor> TorchUnit::host_gradients() const {
+  std::vector<at::Tensor> gradients;
+  for (const TorchParameter& parameter : parameters_) {
+    const at::Tensor& gradient = parameter.value.tensor().grad();
+    const bool here = parameter.group >= 0 && gradient.defined() && gradient.numel() > 0;
+    gradients.push_back(here ? tensor_over(gradients_host_, parameter.gradient_offset, gradient)
+                             : at::Tensor());
+  }
+  return gradients;
+}
+
+bool TorchUnit::has_gradients() const {
+  return std::any_of(parameters_.begin(), parameters_.end(), [](const TorchParameter& parameter) {
+    return parameter.group >= 0 && parameter.value.tensor().grad().defined();
+  });
+}
+
+std::size_t TorchUnit::device_gradient_bytes() const {
+  std::size_t bytes = 0;
+  for (const TorchParameter& parameter : parameters_) {
+    const at::Tensor& gradient = parameter.value.tensor().grad();
+    if (gradient.defined() && !on_host(parameter, gradient)) bytes += gradient.nbytes();
+  }
+  return bytes;
+}
+
+bool TorchUnit::has_gradient_factors() const {
+  return std::any_of(parameters_.begin(), parameters_.end(), [](const TorchParameter& parameter) {
+    return parameter.gradient_factor != 1.0F && parameter.value.tensor().grad().defined();
+  });
+}
+
+void TorchUnit::apply_gradient_factors() {
+  for (TorchParameter& parameter : parameters_) {
+    const float factor = std::exchange(parameter.gradient_factor, 1.0F);
+    if (factor == 1.0F) continue;
+    const at::Tensor& gradient = parameter.value.tensor().grad();
+    if (!gradient.defined() || !on_host(parameter, gradient)) continue;
+    tensor_over(gradients_host_, parameter.gradient_offset, gradient).mul_(factor);
+    gradient.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+}  // namespace autohete

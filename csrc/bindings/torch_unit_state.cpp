@@ -1,0 +1,223 @@
+// A unit's optimizer state, what an update reads and writes of it, and its second copy.
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "csrc/base/check.h"
+#include "csrc/bindings/torch_unit.h"
+#include "csrc/bindings/unit_parts.h"
+
+namespace autohete {
+
+std::size_t TorchUnit::state_offset(std::size_t i, int index) const {
+  const TorchParameter& parameter = parameters_[i];
+  const int position = index > kMaxExpAvgSq && !amsgrad_ ? index - 1 : index;
+  return parameter.state_offset +
+         static_cast<std::size_t>(position) * parameter.state_array_bytes();
+}
+
+c10::Device TorchUnit::state_device() const {
+  return state_->tier() == Tier::kHost ? c10::Device(c10::kCPU) : device_;
+}
+
+// A tensor over array `index` of parameter i's state.
+HomedTensor TorchUnit::state_array(std::size_t i, int index) const {
+  const std::size_t offset = state_offset(i, index);
+  const c10::Device device = state_device();
+  const at::Tensor& value = parameters_[i].value.tensor();
+  at::Tensor array =
+      at::empty_strided({0}, {1}, at::TensorOptions().dtype(at::kFloat).device(device));
+  const std::size_t bytes = parameters_[i].part_numel * sizeof(float);
+  // Resizable, as torch's own: it is an ordinary storage again after leave().
+  {
+    c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, device),
+                         c10::GetAllocator(device.type()), /*resizable=*/true);
+    point_storage(*storage.unsafeGetStorageImpl(), state_, offset, device);
+    array.set_(storage, 0, parameters_[i].state_sizes(), value.strides());
+  }
+  HomedTensor homed(array, offset);
+  homed.move_into(state_, device);  // already there: takes note of the storage
+  return homed;
+}
+
+void TorchUnit::forget_state(std::size_t i) {
+  TorchParameter& parameter = parameters_.at(i);
+  parameter.step = at::Tensor();
+  if (!parameter.master.defined()) return;
+  if (!parameter.master.replaced()) parameter.master.let_go(state_->tier());
+  parameter.master = state_array(i, kMaster);
+  parameter.master.tensor().copy_(parameter.part_of(parameter.value.tensor().detach()));
+}
+
+void TorchUnit::make_state(std::size_t i) {
+  TorchParameter& parameter = parameters_.at(i);
+  for (HomedTensor* old : {&parameter.exp_avg, &parameter.exp_avg_sq, &parameter.max_exp_avg_sq}) {
+    if (old->defined() && !old->replaced()) old->let_go(state_->tier());
+  }
+  parameter.exp_avg = state_array(i, kExpAvg);
+  parameter.exp_avg_sq = state_array(i, kExpAvgSq);
+  parameter.exp_avg.tensor().zero_();
+  parameter.exp_avg_sq.tensor().zero_();
+  if (amsgrad_) {
+    parameter.max_exp_avg_sq = state_array(i, kMaxExpAvgSq);
+    parameter.max_exp_avg_sq.tensor().zero_();
+  }
+  parameter.step = at::zeros({}, at::kFloat);
+}
+
+void TorchUnit::adopt_state(std::size_t i, at::Tensor step, at::Tensor exp_avg,
+                            at::Tensor exp_avg_sq, std::optional<at::Tensor> max_exp_avg_sq,
+                            std::optional<at::Tensor> master) {
+  TorchParameter& parameter = parameters_.at(i);
+  const auto take = [&](HomedTensor& home, const at::Tensor& given, int index) {
+    const at::Tensor tensor = given.sizes() == at::IntArrayRef(parameter.state_sizes())
+                                  ? given
+                                  : parameter.part_of(given);
+    if (home.defined() && tensor.is_same(home.tensor()) && !home.replaced()) return;
+    if (home.defined() && !home.replaced()) home.let_go(state_->tier());
+    const bool as_ours = tensor.scalar_type() == at::kFloat && tensor.device() == state_device() &&
+                         tensor.strides() == parameter.value.tensor().strides() &&
+                         owns_its_storage(tensor) && !stands_in_a_block(tensor.storage());
+    if (as_ours) {  // the user's tensor itself, as plain PyTorch does
+      home = HomedTensor(tensor, state_offset(i, index));
+      home.move_into(state_, state_device());
+      return;
+    }
+    HomedTensor fresh = state_array(i, index);
+    fresh.tensor().copy_(tensor.detach());
+    home = std::move(fresh);
+  };
+  take(parameter.exp_avg, exp_avg, kExpAvg);
+  take(parameter.exp_avg_sq, exp_avg_sq, kExpAvgSq);
+  if (amsgrad_ && max_exp_avg_sq) take(parameter.max_exp_avg_sq, *max_exp_avg_sq, kMaxExpAvgSq);
+  if (parameter.is_half() && master) take(parameter.master, *master, kMaster);
+  parameter.step = step.is_cpu() && step.scalar_type() == at::kFloat
+                       ? step
+                       : step.detach().to(at::kCPU, at::kFloat);
+}
+
+std::vector<AdamSpan> TorchUnit::make_spans(const std::vector<AdamHyper>& hypers) {
+  std::vector<AdamSpan> spans;
+  for (TorchParameter& parameter : parameters_) {
+    const at::Tensor& value = parameter.value.tensor();
+    if (parameter.group < 0 || !value.grad().defined()) continue;
+    AH_ASSERT(parameter.step.defined());
+    *parameter.step.data_ptr<float>() += 1.0F;
+    value.unsafeGetTensorImpl()->bump_version();
+    if (parameter.part_numel > 0) spans.push_back(span_at_home(parameter, hypers));
+  }
+  return spans;
+}
+
+// The step that the parameter's counter stands at, in place.
+AdamSpan TorchUnit::span_at_home(TorchParameter& parameter, const std::vector<AdamHyper>& hypers) {
+  const at::Tensor& value = parameter.value.tensor();
+  const bool host = plan_.optimizer_state == Tier::kHost;
+  AdamSpan span;
+  span.step = *parameter.step.data_ptr<float>();
+  span.numel = parameter.part_numel;
+  const std::size_t begin_bytes = parameter.part_begin * value.element_size();
+  span.hyper = hypers.at(static_cast<std::size_t>(parameter.group));
+  span.hyper.grad_scale *= parameter.gradient_factor;
+  span.grad_dtype = to_dtype(value.grad().scalar_type());
+  if (host) {
+    span.grad = gradients_host_->data() + parameter.gradient_offset + begin_bytes;
+  } else {
+    span.grad = static_cast<const std::byte*>(exclusive_gradient(value, value.grad()).data_ptr()) +
+                begin_bytes;
+  }
+  std::byte* home =
+      (host ? params_host_ : params_device_)->data() + parameter.value.offset() + begin_bytes;
+  float* master = parameter.is_half() ? parameter.master.tensor().data_ptr<float>()
+                                      : reinterpret_cast<float*>(home);
+  span.param_in = span.param_out = master;
+  if (parameter.is_half()) {
+    span.half_in = span.half_out = home;
+    span.half_dtype = to_dtype(value.scalar_type());
+  }
+  span.exp_avg_in = span.exp_avg_out = parameter.exp_avg.tensor().data_ptr<float>();
+  span.exp_avg_sq_in = span.exp_avg_sq_out = parameter.exp_avg_sq.tensor().data_ptr<float>();
+  if (amsgrad_) {
+    span.max_exp_avg_sq_in = span.max_exp_avg_sq_out =
+        parameter.max_exp_avg_sq.tensor().data_ptr<float>();
+  }
+  return span;
+}
+
+bool TorchUnit::reserve_spare(Store& store) {
+  if (spare_state_ || plan_.optimizer_state != Tier::kHost || state_bytes_ == 0) return true;
+  const bool pinned = store.pins_host_memory();
+  try {
+    spare_params_ =
+        store.allocate_host(params_host_->bytes(), concat("second parameters of unit ", name_));
+    spare_state_ = store.allocate_host(state_bytes_, concat("second state of unit ", name_));
+    if (store.pins_host_memory() == pinned) return true;
+  } catch (const std::exception&) {  // OutOfMemory: go without
+  }
+  drop_spare();  // also where pinning was refused: the device may not be able to read it
+  return false;
+}
+
+std::size_t TorchUnit::bytes_of_spare() const {
+  const bool wanted = plan_.optimizer_state == Tier::kHost && state_bytes_ > 0;
+  return wanted ? params_host_->bytes() + state_bytes_ : 0;
+}
+
+void TorchUnit::drop_spare() {
+  spare_params_.reset();
+  spare_state_.reset();
+}
+
+std::size_t TorchUnit::spare_bytes() const {
+  return spare_state_ ? spare_params_->bytes() + spare_state_->bytes() : 0;
+}
+
+std::vector<AdamSpan> TorchUnit::spans_ahead_in_place(const std::vector<AdamHyper>& hypers) {
+  if (plan_.optimizer_state != Tier::kHost) return {};
+  std::vector<AdamSpan> spans;
+  for (TorchParameter& parameter : parameters_) {
+    const at::Tensor& value = parameter.value.tensor();
+    if (parameter.group < 0 || !value.grad().defined() || !parameter.step.defined()) return {};
+    if (parameter.part_numel == 0) continue;
+    spans.push_back(span_at_home(parameter, hypers));
+    spans.back().step += 1;
+  }
+  return spans;
+}
+
+std::vector<AdamSpan> TorchUnit::spans_ahead(const std::vector<AdamHyper>& hypers) {
+  if (!spare_state_) return {};
+  std::vector<AdamSpan> spans = spans_ahead_in_place(hypers);
+  for (AdamSpan& span : spans) {
+    const auto in_spare = [&](void* at_home) -> void* {
+      const auto* byte = static_cast<const std::byte*>(at_home);
+      const bool state = byte >= state_->data() && byte < state_->data() + state_->bytes();
+      const BlockPtr& home = state ? state_ : params_host_;
+      const BlockPtr& spare = state ? spare_state_ : spare_params_;
+      return spare->data() + (byte - home->data());
+    };
+    span.param_out = static_cast<float*>(in_spare(span.param_out));
+    span.exp_avg_out = in_spare(span.exp_avg_out);
+    span.exp_avg_sq_out = in_spare(span.exp_avg_sq_out);
+    if (amsgrad_) span.max_exp_avg_sq_out = in_spare(span.max_exp_avg_sq_out);
+    if (span.half_out) span.half_out = in_spare(span.half_out);
+  }
+  return spans;
+}
+
+void TorchUnit::swap_spare() {
+  AH_ASSERT(spare_state_ && spare_params_);
+  std::swap(params_host_, spare_params_);
+  std::swap(state_, spare_state_);
+  if (plan_.parameters == Tier::kHost) point_parameters(params_host_);
+  for (TorchParameter& parameter : parameters_) {
+    for (HomedTensor* array : {&parameter.exp_avg, &parameter.exp_avg_sq, &parameter.max_exp_avg_sq,
+                               &parameter.master}) {
+      if (array->defined() && !array->replaced()) array->point_at(state_);
+    }
+  }
+}
+
+}  // namespace autohete

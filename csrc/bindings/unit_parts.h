@@ -1,0 +1,20 @@
+// What the sources of TorchUnit share.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "csrc/kernels/update.h"
+
+namespace autohete {
+
+// exp_avg, exp_avg_sq, max_exp_avg_sq, master: the arrays of one parameter's state, in this order.
+enum StateArray { kExpAvg = 0, kExpAvgSq = 1, kMaxExpAvgSq = 2, kMaster = 3 };
+
+// Throws std::invalid_argument where it cannot be updated.
+DType to_dtype(at::ScalarType type);
+
+// The gradient as one contiguous range in the parameter's own layout. One that stands in a block is
+// another parameter's (p.grad = q.grad): its bytes may be overwritten there before they are read.
+at::Tensor exclusive_gradient(const at::Tensor& parameter, const at::Tensor& gradient);
+
+}  // namespace autohete

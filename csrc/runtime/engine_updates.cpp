@@ -1,0 +1,309 @@
+// From a unit's gradients to its new parameters: leaving, work ahead of step(), updates, shares.
+#include <algorithm>
+#include <chrono>
+#include <functional>
+#include <thread>
+#include <utility>
+
+#include "csrc/runtime/engine.h"
+#include "csrc/runtime/engine_wait.h"
+
+namespace autohete {
+
+void Engine::send_gradients(int index, std::vector<CopySegment> segments, AheadWork ahead) {
+  refuse_training_in_child();
+  Lock lock(mutex_);
+  Unit& unit = units_.at(index);
+  AH_ASSERT(unit.blocks.gradients_host != nullptr);
+  wait(lock, &EngineCounters::wait_update_seconds, index,
+       [&] { return unit.state.parameters_final(); });
+  rethrow(lock);
+  withdraw(lock, unit);
+  unit.measure.offer(std::move(ahead.measure));
+  unit.ahead.offer(std::move(ahead.update));
+  unit.num_parameters = ahead.num_parameters;
+  advance(unit, UnitEvent::kGradientsReady);
+  std::size_t bytes = 0;
+  for (const CopySegment& segment : segments) bytes += segment.bytes;
+  CopyJob job;
+  job.segments = std::move(segments);
+  job.priority = rank(gradient_priority(index));
+  job.unit = index;
+  job.after = device_.record(kComputeStream);
+  job.done = [this, index, bytes](std::exception_ptr error) {
+    Lock inner(mutex_);
+    if (error) fail(error);
+    counters_.d2h_bytes += bytes;
+    advance(units_[index], UnitEvent::kGradientsLanded);
+    const auto num_units = static_cast<std::uint64_t>(units_.size());
+    const auto place = static_cast<std::uint64_t>(index);
+    queue_ahead(index, &Unit::measure, place);
+    queue_ahead(index, &Unit::ahead, 2 * num_units + place);
+    if (units_[index].state.progress == Progress::kUpdating) start_update(index);
+    changed_.notify_all();
+  };
+  download_lane_->submit(std::move(job));
+  if (options_.synchronous_moves)
+    wait(lock, &EngineCounters::wait_gradients_seconds, index,
+         [&] { return unit.state.progress != Progress::kLeaving; });
+}
+
+bool Engine::gradients_landed(int index) {
+  Lock lock(mutex_);
+  return units_.at(index).state.progress != Progress::kLeaving &&
+         units_[index].state.progress != Progress::kCommitted;
+}
+
+void Engine::wait_gradients(int index) {
+  if (in_forked_child()) return;
+  Lock lock(mutex_);
+  Unit& unit = units_.at(index);
+  wait(lock, &EngineCounters::wait_gradients_seconds, index, [&] {
+    return unit.state.progress != Progress::kLeaving && unit.state.progress != Progress::kCommitted;
+  });
+  rethrow(lock);
+}
+
+void Engine::wait_gradients_below(int count) {
+  if (in_forked_child()) return;
+  Lock lock(mutex_);
+  wait(lock, &EngineCounters::wait_gradients_seconds, -1, [&] { return num_leaving_ < count; });
+  rethrow(lock);
+}
+
+// With mutex_ held. A task that was offered has its gradients: the CPU lane may have it.
+void Engine::queue_ahead(int index, AheadTask Unit::* task, std::uint64_t priority) {
+  AheadTask& offered = units_[index].*task;
+  if (stopping_ || offered.stage() != AheadTask::Stage::kOffered) return;
+  const std::uint64_t ticket = offered.queue();
+  update_lane_->push(rank(priority),
+                     [this, index, task, ticket] { run_ahead(index, task, ticket); });
+}
+
+// On the CPU lane's thread.
+void Engine::run_ahead(int index, AheadTask Unit::* task, std::uint64_t ticket) {
+  std::function<void()> work;
+  std::size_t num_parameters = 0;
+  {
+    Lock lock(mutex_);
+    if (index < static_cast<int>(units_.size())) {
+      work = (units_[index].*task).start(ticket);
+      if (task == &Unit::ahead) num_parameters = units_[index].num_parameters;
+    }
+  }
+  if (!work) return;
+  const double start = Timeline::now();
+  bool succeeded = true;
+  try {
+    work();
+  } catch (...) {
+    succeeded = false;
+  }
+  work = nullptr;
+  keep_rate(start, num_parameters);
+  const char* what = task == &Unit::ahead ? "update ahead" : "norm";
+  timeline_.add({Lane::kCpu, index, what, start, Timeline::now(), 0});
+  Lock lock(mutex_);
+  (units_[index].*task).finish(succeeded);
+  changed_.notify_all();
+}
+
+bool Engine::wait_measured(int index) {
+  if (in_forked_child()) return false;
+  Lock lock(mutex_);
+  const AheadTask& task = units_.at(index).measure;
+  wait(lock, &EngineCounters::wait_gradients_seconds, index, [&] {
+    return task.stage() == AheadTask::Stage::kNone || task.stage() == AheadTask::Stage::kDone;
+  });
+  rethrow(lock);
+  return task.stage() == AheadTask::Stage::kDone;
+}
+
+bool Engine::withdraw(int index) {
+  if (in_forked_child()) return false;
+  Lock lock(mutex_);
+  return withdraw(lock, units_.at(index));
+}
+
+// With mutex_ held; lets it go while it waits.
+bool Engine::withdraw(Lock& lock, Unit& unit) {
+  changed_.wait(lock, [&] {
+    return unit.measure.stage() != AheadTask::Stage::kRunning &&
+           unit.ahead.stage() != AheadTask::Stage::kRunning;
+  });
+  const bool started = unit.ahead.started();
+  if (started) ++counters_.withdrawn;
+  unit.measure.withdraw();
+  unit.ahead.withdraw();
+  return started;
+}
+
+void Engine::rest_ahead(int index) {
+  if (in_forked_child()) return;
+  Lock lock(mutex_);
+  Unit& unit = units_.at(index);
+  for (AheadTask* task : {&unit.measure, &unit.ahead}) {
+    if (!task->started()) task->withdraw();
+    changed_.wait(lock, [&] { return task->stage() != AheadTask::Stage::kRunning; });
+  }
+}
+
+bool Engine::keep_ahead(int index) {
+  if (in_forked_child()) return false;
+  Lock lock(mutex_);
+  Unit& unit = units_.at(index);
+  if (unit.ahead.started()) return true;
+  withdraw(lock, unit);
+  return false;
+}
+
+// With mutex_ held. What has to be true before a unit's state may say that it is being updated.
+void Engine::ready_to_commit(Lock& lock, int index) {
+  rethrow(lock);
+  Unit& unit = units_.at(index);
+  require(unit.users == 0, "autohete: step() inside the forward of unit ", unit.blocks.name,
+          "; call it after the forward and backward have returned");
+  wait(lock, &EngineCounters::wait_update_seconds, index, [&] {
+    return unit.state.parameters_final() && unit.state.residency != Residency::kUploading;
+  });
+  rethrow(lock);
+  if (unit.state.residency == Residency::kResident) drop(unit);
+  unit.given_out = false;
+}
+
+void Engine::commit(int index, std::function<void()> update, std::size_t num_parameters) {
+  refuse_training_in_child();
+  Lock lock(mutex_);
+  ready_to_commit(lock, index);
+  Unit& unit = units_[index];
+  withdraw(lock, unit);
+  unit.update = std::move(update);
+  unit.update_always = true;
+  unit.num_parameters = num_parameters;
+  advance(unit, UnitEvent::kCommit);
+  if (unit.state.progress == Progress::kUpdating) start_update(index);
+}
+
+void Engine::commit_ahead(int index, BlockPtr params_host, std::function<void()> again,
+                          bool always) {
+  refuse_training_in_child();
+  Lock lock(mutex_);
+  ready_to_commit(lock, index);
+  Unit& unit = units_[index];
+  AH_ASSERT(unit.ahead.started() && unit.state.progress == Progress::kLanded);
+  const bool done = unit.ahead.stage() == AheadTask::Stage::kDone && !always;
+  unit.blocks.params_host = std::move(params_host);
+  ++counters_.updates_ahead;
+  advance(unit, UnitEvent::kCommit);
+  if (!done) {  // the CPU lane finishes the one, then looks at the other
+    unit.update = std::move(again);
+    unit.update_always = always;
+    return start_update(index);
+  }
+  updated(index);
+}
+
+void Engine::share_after_update(int index, std::function<void()> share) {
+  refuse_training_in_child();
+  Lock lock(mutex_);
+  rethrow(lock);
+  Unit& unit = units_.at(index);
+  wait(lock, &EngineCounters::wait_update_seconds, index,
+       [&] { return unit.state.parameters_final(); });
+  rethrow(lock);
+  if (!share_lane_) share_lane_ = std::make_unique<InOrderLane>();
+  unit.share = std::move(share);
+  share_lane_->expect(index);
+}
+
+// With mutex_ held.
+void Engine::start_update(int index) {
+  if (stopping_) return;  // a copy that ended while the engine does: its lane is gone
+  const auto priority = static_cast<std::uint64_t>(units_.size()) + update_priority(index);
+  update_lane_->push(rank(priority), [this, index] { run_update(index); });
+}
+
+// On the CPU lane's thread.
+void Engine::run_update(int index) {
+  std::function<void()> update;
+  std::size_t num_parameters = 0;
+  {
+    Lock lock(mutex_);
+    Unit& unit = units_[index];
+    update = std::move(unit.update);
+    if (unit.ahead.stage() == AheadTask::Stage::kDone && !unit.update_always) update = nullptr;
+    // What only checks an update that has run ahead takes no update's time.
+    if (unit.ahead.stage() != AheadTask::Stage::kDone) num_parameters = unit.num_parameters;
+  }
+  std::exception_ptr error;
+  if (update) {
+    const double start = Timeline::now();
+    try {
+      update();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    update = nullptr;
+    keep_rate(start, num_parameters);
+    timeline_.add({Lane::kCpu, index, "update", start, Timeline::now(), 0});
+  }
+  Lock lock(mutex_);
+  if (error) fail(error);
+  updated(index);
+}
+
+// With mutex_ held. This rank's part of the unit is new.
+void Engine::updated(int index) {
+  if (units_[index].share && !error_ && !stopping_) {
+    share_lane_->ready(index, [this, index] { run_share(index); });
+    return;
+  }
+  finish_update(index);
+  changed_.notify_all();
+}
+
+// On the share lane's thread.
+void Engine::run_share(int index) {
+  std::function<void()> share;
+  {
+    Lock lock(mutex_);
+    share = std::exchange(units_[index].share, nullptr);
+  }
+  std::exception_ptr error;
+  try {
+    share();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  share = nullptr;
+  Lock lock(mutex_);
+  if (error) fail(error);
+  finish_update(index);
+  changed_.notify_all();
+}
+
+// On the CPU lane's thread: blocks for the rest of what the update would take at the stated rate.
+void Engine::keep_rate(double start_seconds, std::size_t num_parameters) const {
+  const double rate = update_rate_;
+  if (rate <= 0 || num_parameters == 0) return;
+  const double end = start_seconds + static_cast<double>(num_parameters) / rate;
+  const double left = end - Timeline::now();
+  if (left > 0) std::this_thread::sleep_for(std::chrono::duration<double>(left));
+}
+
+// With mutex_ held. The host block holds the new parameters.
+void Engine::finish_update(int index) {
+  Unit& unit = units_[index];
+  unit.measure.withdraw();
+  unit.ahead.withdraw();
+  advance(unit, UnitEvent::kUpdateDone);
+  ++counters_.updates;
+  if (stopping_) return;
+  if (offloaded(unit)) {
+    prefetch();
+  } else {
+    start_upload(index, static_cast<std::uint64_t>(index));
+  }
+}
+
+}  // namespace autohete
