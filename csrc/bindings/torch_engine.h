@@ -15,7 +15,7 @@
 #include "csrc/bindings/torch_unit.h"
 #include "csrc/device/device.h"
 #include "csrc/device/store.h"
-#include "csrc/kernels/content_hash.h"
+#include "csrc/kernels/kernels.h"
 #include "csrc/runtime/engine.h"
 #include "csrc/runtime/workers.h"
 
@@ -150,6 +150,7 @@ class TorchEngine {
   std::string broken_promise(int unit, const char* how) const;
   void require_promise_kept() const;
   void update_now(const std::vector<AdamSpan>& spans);
+  UpdateStats run_update(const std::vector<AdamSpan>& spans, bool by_products);
   ContentHash hash_of_gradients(const std::vector<AdamSpan>& spans);
   static std::size_t count_parameters(const std::vector<AdamSpan>& spans);
   void update_on_device(const std::vector<AdamHyper>& hypers);

@@ -60,7 +60,7 @@ AheadWork TorchEngine::offer(int index) {
     work.num_parameters = count_parameters(offer.spans);
     offer.hash = std::make_shared<ContentHash>();
     work.update = [this, spans = offer.spans, hash = offer.hash] {
-      *hash = adamw(spans.data(), spans.size(), workers_).grad_hash;
+      *hash = run_update(spans, /*by_products=*/true).grad_hash;
     };
   }
   if (expectation_.measure && unit.has_gradients()) {

@@ -20,7 +20,13 @@ std::size_t TorchEngine::count_parameters(const std::vector<AdamSpan>& spans) {
 }
 
 void TorchEngine::update_now(const std::vector<AdamSpan>& spans) {
-  adamw(spans.data(), spans.size(), workers_, cpu_level(), /*by_products=*/false);
+  run_update(spans, /*by_products=*/false);
+}
+
+// On the CPU lane. Other units' updates may run inside it, on the same workers.
+UpdateStats TorchEngine::run_update(const std::vector<AdamSpan>& spans, bool by_products) {
+  return adamw_in_pieces(spans.data(), spans.size(), workers_, by_products,
+                         [this](std::size_t num_parameters) { engine_.give_way(num_parameters); });
 }
 
 std::vector<std::pair<int, int>> TorchEngine::take_relaid() {
@@ -118,7 +124,7 @@ void TorchEngine::update_on_device(const std::vector<AdamHyper>& hypers) {
   }
   if (spans.empty()) return;
   NoGil no_gil;
-  update_now(spans);
+  adamw(spans.data(), spans.size(), workers_, cpu_level(), /*by_products=*/false);
 }
 
 }  // namespace autohete

@@ -49,4 +49,10 @@ UpdateStats adamw(const AdamSpan* spans, std::size_t num_spans, Workers& workers
                               check_span);
 }
 
+UpdateStats adamw_in_pieces(const AdamSpan* spans, std::size_t num_spans, Workers& workers,
+                            bool by_products, const std::function<void(std::size_t)>& between) {
+  return run_update<AdamRule>(kWhere, spans, num_spans, workers, cpu_level(), by_products,
+                              kAdamwTile, check_span, between);
+}
+
 }  // namespace autohete

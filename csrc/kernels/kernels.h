@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 
 #include "csrc/base/cpu_features.h"
 #include "csrc/kernels/adamw.h"
@@ -30,6 +31,10 @@ struct UpdateStats {
 // written when a span lacks a pointer or a hyper-parameter is out of its range or NaN.
 UpdateStats adamw(const AdamSpan* spans, std::size_t num_spans, Workers& workers,
                   CpuLevel level = cpu_level(), bool by_products = true);
+// The same with pauses: `between` is called every few million items, with the number of items
+// written since the last time, while no worker works for this call, so that others may have them.
+UpdateStats adamw_in_pieces(const AdamSpan* spans, std::size_t num_spans, Workers& workers,
+                            bool by_products, const std::function<void(std::size_t)>& between);
 
 // The same for the other rules.
 UpdateStats sgd(const SgdSpan* spans, std::size_t num_spans, Workers& workers,

@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstddef>
+#include <functional>
 #include <vector>
 
 #include "csrc/base/check.h"
@@ -15,6 +16,9 @@ namespace autohete {
 
 // From this many bytes written in one call on, destinations that were not read bypass the caches.
 constexpr std::size_t kStreamBytes = std::size_t{32} << 20;
+
+// How many tiles are done between two calls of `between`: 4 million items.
+constexpr std::size_t kTilesOfAPiece = 128;
 
 inline void require_given(const char* where, const char* name, const void* pointer) {
   require(pointer != nullptr, where, ": ", name, " is null, expected an address");
@@ -67,11 +71,29 @@ std::vector<UpdateTile<Rule>> cut(const typename Rule::Span* spans,
   return tiles;
 }
 
+template <typename Rule, typename Run>
+void run_tiles(std::vector<UpdateTile<Rule>>& tiles, Workers& workers, Run run,
+               const std::function<void(std::size_t)>& between) {
+  const std::size_t piece = between ? kTilesOfAPiece : tiles.size();
+  for (std::size_t begin = 0; begin < tiles.size(); begin += piece) {
+    const std::size_t count = std::min(piece, tiles.size() - begin);
+    workers.for_each_tile(count, [&](std::size_t i) {
+      const ExactFloatMode mode;
+      run(tiles[begin + i]);
+    });
+    if (begin + count == tiles.size()) return;
+    std::size_t written = 0;
+    for (std::size_t i = begin; i < begin + count; ++i) written += tiles[i].end - tiles[i].begin;
+    between(written);
+  }
+}
+
 // `check` throws for a span that cannot be updated, before anything is written.
 template <typename Rule, typename Check>
 UpdateStats run_update(const char* where, const typename Rule::Span* spans, std::size_t num_spans,
                        Workers& workers, CpuLevel level, bool by_products,
-                       const LevelTable<UpdateTile<Rule>>& table, const Check& check) {
+                       const LevelTable<UpdateTile<Rule>>& table, const Check& check,
+                       const std::function<void(std::size_t)>& between = nullptr) {
   require_supported(level, where);
   std::vector<typename Rule::Coefficients> coefficients;
   coefficients.reserve(num_spans);
@@ -84,11 +106,7 @@ UpdateStats run_update(const char* where, const typename Rule::Span* spans, std:
     }
   }
   auto tiles = cut<Rule>(spans, coefficients, level, by_products);
-  const auto run = table.at(level);
-  workers.for_each_tile(tiles.size(), [&](std::size_t i) {
-    const ExactFloatMode mode;
-    run(tiles[i]);
-  });
+  run_tiles<Rule>(tiles, workers, table.at(level), between);
   UpdateStats stats;
   for (const auto& tile : tiles) {  // in the order of the tiles, whoever ran them
     stats.grad_sq_norm += tile.grad_sq_sum;

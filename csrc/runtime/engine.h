@@ -151,6 +151,9 @@ class Engine {
   void begin_iteration();
   // The iteration barrier of other systems: waits until no update and no upload is left.
   void wait_idle();
+  // Called by an update that runs, where it can be interrupted, having written `num_parameters`
+  // since the last time: more urgent work that has come meanwhile is done first.
+  void give_way(std::size_t num_parameters);
   // Makes the CPU lane as slow as a stated rate: an update of n parameters takes at least n / rate
   // seconds (0: as fast as it is). For races against a CPU that is not here.
   void set_update_rate(double parameters_per_second) { update_rate_ = parameters_per_second; }
@@ -183,8 +186,18 @@ class Engine {
     std::function<void()> update;
     std::function<void()> share;
     bool update_always = true;       // also where the update has run ahead
+    bool update_waits = false;       // for the update ahead, which has begun
     std::size_t num_parameters = 0;  // that an update writes
     AheadTask measure, ahead;
+  };
+  // What the CPU lane does now. Where it gives way, its time has a gap.
+  struct Turn {
+    UpdateLane& lane;
+    int unit;
+    const char* what;
+    std::size_t num_parameters;  // still to be written, from this part on
+    double start_seconds;        // of this part
+    std::size_t written = 0;     // in this part
   };
   using Lock = std::unique_lock<std::mutex>;
 
@@ -203,19 +216,21 @@ class Engine {
   void bring_home(Lock& lock, int unit, const Event& after);
   bool in_forked_child() const;
   void refuse_training_in_child() const;
-  void run_update(int unit);
+  void run_update(UpdateLane& lane, int unit);
   void updated(int unit);
   void run_share(int unit);
   void finish_update(int unit);
   void ready_to_commit(Lock& lock, int unit);
   void queue_ahead(int unit, AheadTask Unit::* task, std::uint64_t priority);
-  void run_ahead(int unit, AheadTask Unit::* task, std::uint64_t ticket);
+  void run_ahead(UpdateLane& lane, int unit, AheadTask Unit::* task, std::uint64_t ticket);
+  std::exception_ptr take_turn(UpdateLane& lane, int unit, const char* what,
+                               std::size_t num_parameters, std::function<void()> work);
+  void end_part(Turn& turn);
   void advance(Unit& unit, UnitEvent event);  // the table's, and what is counted of it
   bool withdraw(Lock& lock, Unit& unit);
   std::uint64_t rank(std::uint64_t priority) const {
     return options_.priority_order ? priority : 0;
   }
-  void keep_rate(double start_seconds, std::size_t num_parameters) const;
   void fail(std::exception_ptr error);
   void rethrow(Lock& lock);
 
@@ -239,6 +254,7 @@ class Engine {
   std::size_t chunk_bytes_ = 0;  // of the lanes; hook thread only
   EngineOptions options_;
   std::atomic<double> update_rate_{0};
+  Turn* turn_ = nullptr;  // CPU lane's thread only
 
   // Lanes last: they stop first, so no callback meets a dead member.
   std::unique_ptr<TransferLane> upload_lane_, download_lane_;

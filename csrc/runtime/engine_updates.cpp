@@ -76,12 +76,13 @@ void Engine::queue_ahead(int index, AheadTask Unit::* task, std::uint64_t priori
   AheadTask& offered = units_[index].*task;
   if (stopping_ || offered.stage() != AheadTask::Stage::kOffered) return;
   const std::uint64_t ticket = offered.queue();
-  update_lane_->push(rank(priority),
-                     [this, index, task, ticket] { run_ahead(index, task, ticket); });
+  update_lane_->push(rank(priority), [this, index, task, ticket](UpdateLane& lane) {
+    run_ahead(lane, index, task, ticket);
+  });
 }
 
 // On the CPU lane's thread.
-void Engine::run_ahead(int index, AheadTask Unit::* task, std::uint64_t ticket) {
+void Engine::run_ahead(UpdateLane& lane, int index, AheadTask Unit::* task, std::uint64_t ticket) {
   std::function<void()> work;
   std::size_t num_parameters = 0;
   {
@@ -92,19 +93,12 @@ void Engine::run_ahead(int index, AheadTask Unit::* task, std::uint64_t ticket) 
     }
   }
   if (!work) return;
-  const double start = Timeline::now();
-  bool succeeded = true;
-  try {
-    work();
-  } catch (...) {
-    succeeded = false;
-  }
-  work = nullptr;
-  keep_rate(start, num_parameters);
   const char* what = task == &Unit::ahead ? "update ahead" : "norm";
-  timeline_.add({Lane::kCpu, index, what, start, Timeline::now(), 0});
+  const std::exception_ptr error = take_turn(lane, index, what, num_parameters, std::move(work));
   Lock lock(mutex_);
-  (units_[index].*task).finish(succeeded);
+  Unit& unit = units_[index];
+  (unit.*task).finish(!error);
+  if (std::exchange(unit.update_waits, false)) start_update(index);
   changed_.notify_all();
 }
 
@@ -220,33 +214,27 @@ void Engine::share_after_update(int index, std::function<void()> share) {
 void Engine::start_update(int index) {
   if (stopping_) return;  // a copy that ended while the engine does: its lane is gone
   const auto priority = static_cast<std::uint64_t>(units_.size()) + update_priority(index);
-  update_lane_->push(rank(priority), [this, index] { run_update(index); });
+  update_lane_->push(rank(priority), [this, index](UpdateLane& lane) { run_update(lane, index); });
 }
 
 // On the CPU lane's thread.
-void Engine::run_update(int index) {
+void Engine::run_update(UpdateLane& lane, int index) {
   std::function<void()> update;
   std::size_t num_parameters = 0;
   {
     Lock lock(mutex_);
     Unit& unit = units_[index];
+    if (unit.ahead.stage() == AheadTask::Stage::kRunning) {  // it gives way to this
+      unit.update_waits = true;
+      return;
+    }
     update = std::move(unit.update);
     if (unit.ahead.stage() == AheadTask::Stage::kDone && !unit.update_always) update = nullptr;
     // What only checks an update that has run ahead takes no update's time.
     if (unit.ahead.stage() != AheadTask::Stage::kDone) num_parameters = unit.num_parameters;
   }
   std::exception_ptr error;
-  if (update) {
-    const double start = Timeline::now();
-    try {
-      update();
-    } catch (...) {
-      error = std::current_exception();
-    }
-    update = nullptr;
-    keep_rate(start, num_parameters);
-    timeline_.add({Lane::kCpu, index, "update", start, Timeline::now(), 0});
-  }
+  if (update) error = take_turn(lane, index, "update", num_parameters, std::move(update));
   Lock lock(mutex_);
   if (error) fail(error);
   updated(index);
@@ -282,13 +270,44 @@ void Engine::run_share(int index) {
   changed_.notify_all();
 }
 
-// On the CPU lane's thread: blocks for the rest of what the update would take at the stated rate.
-void Engine::keep_rate(double start_seconds, std::size_t num_parameters) const {
-  const double rate = update_rate_;
-  if (rate <= 0 || num_parameters == 0) return;
-  const double end = start_seconds + static_cast<double>(num_parameters) / rate;
-  const double left = end - Timeline::now();
-  if (left > 0) std::this_thread::sleep_for(std::chrono::duration<double>(left));
+// On the CPU lane's thread. Returns what the work threw.
+std::exception_ptr Engine::take_turn(UpdateLane& lane, int index, const char* what,
+                                     std::size_t num_parameters, std::function<void()> work) {
+  Turn turn{lane, index, what, num_parameters, Timeline::now()};
+  Turn* const outer = std::exchange(turn_, &turn);
+  std::exception_ptr error;
+  try {
+    work();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  work = nullptr;
+  turn.written = turn.num_parameters;
+  end_part(turn);
+  turn_ = outer;
+  return error;
+}
+
+void Engine::give_way(std::size_t num_parameters) {
+  AH_ASSERT(turn_ != nullptr);
+  Turn& turn = *turn_;
+  turn.written += std::min(num_parameters, turn.num_parameters - turn.written);
+  if (!turn.lane.has_more_urgent()) return;
+  end_part(turn);
+  turn.lane.give_way();
+  turn.start_seconds = Timeline::now();
+}
+
+// Blocks for the rest of what this part of the turn would take at the stated rate.
+void Engine::end_part(Turn& turn) {
+  if (const double rate = update_rate_; rate > 0 && turn.written > 0) {
+    const double end = turn.start_seconds + static_cast<double>(turn.written) / rate;
+    const double left = end - Timeline::now();
+    if (left > 0) std::this_thread::sleep_for(std::chrono::duration<double>(left));
+  }
+  turn.num_parameters -= turn.written;
+  turn.written = 0;
+  timeline_.add({Lane::kCpu, turn.unit, turn.what, turn.start_seconds, Timeline::now(), 0});
 }
 
 // With mutex_ held. The host block holds the new parameters.

@@ -21,7 +21,7 @@ UpdateLane::~UpdateLane() {
   thread_.join();
 }
 
-void UpdateLane::push(std::uint64_t priority, std::function<void()> job) {
+void UpdateLane::push(std::uint64_t priority, Job job) {
   {
     std::lock_guard lock(mutex_);
     queue_.emplace(priority, std::move(job));
@@ -34,13 +34,29 @@ void UpdateLane::run() {
   while (true) {
     changed_.wait(lock, [this] { return stop_ || !queue_.empty(); });
     if (stop_) return;
-    std::function<void()> job = std::move(queue_.begin()->second);
-    queue_.erase(queue_.begin());
-    lock.unlock();
-    job();
-    job = nullptr;  // what it holds is freed outside the lock
-    lock.lock();
+    run_first(lock);
   }
+}
+
+void UpdateLane::run_first(std::unique_lock<std::mutex>& lock) {
+  auto first = queue_.extract(queue_.begin());
+  const std::uint64_t outer = std::exchange(running_, first.key());
+  lock.unlock();
+  Job job = std::move(first.mapped());
+  job(*this);
+  job = nullptr;  // what it holds is freed outside the lock
+  lock.lock();
+  running_ = outer;
+}
+
+bool UpdateLane::has_more_urgent() {
+  std::lock_guard lock(mutex_);
+  return more_urgent();
+}
+
+void UpdateLane::give_way() {
+  std::unique_lock lock(mutex_);
+  while (more_urgent()) run_first(lock);
 }
 
 }  // namespace autohete

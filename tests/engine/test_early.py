@@ -45,6 +45,16 @@ def test_units_are_updated_ahead_of_step_with_the_bits_of_plain_training(kind):
     assert counted["withdrawn"] == 0
 
 
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_unit_that_is_updated_in_several_pieces_has_the_bits_of_plain_training(edited):
+    """Of 4.5 million values: others may pass in between, and its gradient is one hash still."""
+    wide = partial(make_gpt, layers=2, vocab=140_000)
+    loop = between(lambda m, o, s: gradients(m)[-1].view(-1)[-3:].mul_(2 if edited else 1))
+    counted = compare(loop, "all", steps=5, build=wide, gpu_mem="400MiB", cpu_mem="1GiB")
+    assert counted["updates_ahead"] > 0
+    assert (counted["updates_redone"] > 0) == edited
+
+
 def test_without_early_updates_every_update_waits_for_step():
     assert compare(plain_loop, early_updates=False)["updates_ahead"] == 0
 

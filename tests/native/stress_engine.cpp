@@ -5,13 +5,18 @@
 // upload of old bytes, shows as a wrong number.
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
+#include <future>
 #include <memory>
 #include <random>
+#include <thread>
+#include <vector>
 
 #include "csrc/device/host_device.h"
 #include "csrc/device/host_store.h"
 #include "csrc/runtime/engine.h"
+#include "csrc/runtime/update_lane.h"
 #include "tests/native/side.h"
 
 namespace autohete::testing {
@@ -65,6 +70,7 @@ class Loop {
   }
 
   std::uint64_t updates_ahead() { return engine_.counters().updates_ahead; }
+  std::uint64_t gaps() const { return gaps_; }
 
  private:
   int size() const { return static_cast<int>(layers_.size()); }
@@ -112,7 +118,8 @@ class Loop {
     layer.offered = random_() % 4 != 0;
     if (layer.offered) {
       ahead.update = [from = layer.blocks.params_host, to = layer.spare,
-                      gradients = layer.blocks.gradients_host] { update(from, to, gradients); };
+                      gradients = layer.blocks.gradients_host,
+                      this] { update(from, to, gradients); };
     }
     if (random_() % 2) {
       ahead.measure = [gradients = layer.blocks.gradients_host] {
@@ -128,8 +135,15 @@ class Loop {
     sent_[index % sent_.size()] = true;
   }
 
-  static void update(const BlockPtr& from, const BlockPtr& to, const BlockPtr& gradients) {
-    for (std::size_t i = 0; i < words_of(from); ++i) data_of(to)[i] = data_of(from)[i] + 1;
+  // Gives way in the middle, as the updates of large units do.
+  void update(const BlockPtr& from, const BlockPtr& to, const BlockPtr& gradients) {
+    const std::size_t half = words_of(from) / 2;
+    for (std::size_t i = 0; i < half; ++i) data_of(to)[i] = data_of(from)[i] + 1;
+    const std::uint64_t before = updates_run_;
+    for (int k = 0; k < 3; ++k, std::this_thread::yield()) engine_.give_way(0);
+    if (updates_run_ != before) ++gaps_;
+    for (std::size_t i = half; i < words_of(from); ++i) data_of(to)[i] = data_of(from)[i] + 1;
+    ++updates_run_;
     if (data_of(to)[0] != data_of(gradients)[0])
       throw std::runtime_error("an update read gradients of another step");
   }
@@ -175,14 +189,12 @@ class Loop {
       engine_.commit_ahead(
           index, layer.blocks.params_host,
           [from = layer.spare, to = layer.blocks.params_host,
-           gradients = layer.blocks.gradients_host] { update(from, to, gradients); },
+           gradients = layer.blocks.gradients_host, this] { update(from, to, gradients); },
           always);
       return;
     }
-    engine_.commit(index,
-                   [home = layer.blocks.params_host, gradients = layer.blocks.gradients_host] {
-                     update(home, home, gradients);
-                   });
+    engine_.commit(index, [home = layer.blocks.params_host, gradients = layer.blocks.gradients_host,
+                           this] { update(home, home, gradients); });
   }
 
   std::mt19937 random_;
@@ -192,6 +204,8 @@ class Loop {
   HostStore store_{{device_budget_, host_budget_, true, {}}};
   std::vector<Layer> layers_;
   std::array<bool, 64> sent_{};
+  std::uint64_t updates_run_ = 0;       // CPU lane's thread only
+  std::atomic<std::uint64_t> gaps_{0};  // in updates, in which others ran
   Engine engine_{device_, store_};
 };
 
@@ -205,14 +219,16 @@ EngineOptions options_for(unsigned seed) {
 }
 
 TEST_CASE("in random loops every update happens once, and is seen by whoever comes after it") {
-  std::uint64_t ahead = 0;
+  std::uint64_t ahead = 0, gaps = 0;
   for (unsigned seed = 0; seed < 40; ++seed) {
     Loop loop(seed, 1 + static_cast<int>(seed % 9), options_for(seed));
     for (int step = 0; step < 25; ++step) loop.step();
     loop.finish();
     ahead += loop.updates_ahead();
+    gaps += loop.gaps();
   }
   CHECK(ahead > 1000);
+  CHECK(gaps > 0);
 }
 
 TEST_CASE("in 100000 random schedules no task is lost, doubled or run before its inputs") {
@@ -221,6 +237,33 @@ TEST_CASE("in 100000 random schedules no task is lost, doubled or run before its
     for (int step = 0; step < 50; ++step) loop.step();
     loop.finish();
   }
+}
+
+TEST_CASE("a job that gives way lets more urgent ones pass, and no others") {
+  UpdateLane lane;
+  std::vector<int> order;  // lane's thread only, until the last job
+  std::promise<void> started, others_wait, last;
+  lane.push(5, [&](UpdateLane& here) {
+    started.set_value();
+    others_wait.get_future().wait();
+    here.give_way();
+    order.push_back(50);
+  });
+  started.get_future().wait();
+  const auto note = [&](int number) {
+    return [&order, number](UpdateLane&) { order.push_back(number); };
+  };
+  lane.push(7, [&](UpdateLane&) { last.set_value(); });
+  lane.push(5, note(51));
+  lane.push(3, [&](UpdateLane& here) {
+    order.push_back(30);
+    here.give_way();  // what is left is not more urgent
+    order.push_back(31);
+  });
+  lane.push(1, note(10));
+  others_wait.set_value();
+  last.get_future().wait();
+  CHECK(order == std::vector<int>({10, 30, 31, 50, 51}));
 }
 
 TEST_CASE("an engine closed with work in flight ends") {
