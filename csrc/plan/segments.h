@@ -26,12 +26,15 @@ struct UnitSeconds {
   double upload = 0;         // all parameters, host to device
   double upload_update = 0;  // trainable parameters, host to device, after a CPU update
   double download = 0;       // gradients, device to host
+  double recompute = 0;      // forward again, in backward
   double cpu_update = 0;
   double device_update = 0;
 };
 
-// latency x chunks + bytes / bandwidth. 0 for 0 bytes.
-double copy_seconds(std::size_t bytes, double bytes_per_second, const Profile& profile);
+// latency x copies + bytes / bandwidth, a copy for each chunk and `tensors` at least. 0 for 0
+// bytes.
+double copy_seconds(std::size_t bytes, double bytes_per_second, const Profile& profile,
+                    int tensors = 1);
 
 // Parameters that are updated. Gradients have the parameters' dtype, so the share of bytes is the
 // share of parameters.
@@ -47,7 +50,7 @@ struct Segment {
                          // layer saves nothing it is kept, in checkpoint_bytes too
   UnitSeconds seconds;   // sums over the period
   UnitSeconds of_layer;  // mean over the period
-  double recompute_seconds = 0;  // forward of the layers where recomputing saves something
+  double recompute_seconds = 0;  // of the layers where recomputing saves something
   // Of the period's layers, the largest parameters, gradients, and what recomputing brings back:
   // activations without the checkpoint.
   std::size_t largest_param_bytes = 0;
