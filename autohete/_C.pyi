@@ -228,6 +228,12 @@ class UnitProfile:
     def grad_bytes(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None:
         ...
     @property
+    def grad_tensors(self) -> int:
+        ...
+    @grad_tensors.setter
+    def grad_tensors(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    @property
     def master_bytes(self) -> int:
         ...
     @master_bytes.setter
@@ -244,6 +250,12 @@ class UnitProfile:
         ...
     @param_bytes.setter
     def param_bytes(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    @property
+    def recompute_seconds(self) -> float:
+        ...
+    @recompute_seconds.setter
+    def recompute_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
         ...
     @property
     def state_bytes(self) -> int:
@@ -263,6 +275,12 @@ class HardwareProfile:
         ...
     @typing.overload
     def __init__(self, other: HardwareProfile) -> None:
+        ...
+    @property
+    def compute_share_during_copy(self) -> float:
+        ...
+    @compute_share_during_copy.setter
+    def compute_share_during_copy(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
         ...
     @property
     def compute_share_during_cpu(self) -> float:
@@ -578,8 +596,9 @@ class Goal:
     def value(self) -> int:
         ...
 class PlannerOptions:
+    early_uploads: bool
     gated: bool
-    def __init__(self, *, window: typing.SupportsInt | typing.SupportsIndex = 2, gated: bool = True, max_simulations: typing.SupportsInt | typing.SupportsIndex = 60) -> None:
+    def __init__(self, *, window: typing.SupportsInt | typing.SupportsIndex = 2, gated: bool = True, early_uploads: bool = False, max_simulations: typing.SupportsInt | typing.SupportsIndex = 60) -> None:
         ...
     @property
     def max_simulations(self) -> int:
@@ -666,6 +685,7 @@ class Formulation:
     def time_scale(self) -> float:
         ...
 class SimulationPolicy:
+    early_uploads: bool
     gated: bool
     iteration_barrier: bool
     preempt_downloads: bool

@@ -195,7 +195,8 @@ def check_budgets(
     What activations need is not known before the first step; the rest is.
     """
     half = config.precision in ("bf16", "fp16")
-    device, largest, gradients, host = 0, 0, 0, 0
+    device, gradients, host = 0, 0, 0
+    offloaded: list[int] = []
     for unit in units:
         params = state = grads = 0
         for p in unit.parameters:
@@ -207,15 +208,19 @@ def check_budgets(
             arrays = 2 + bridge.amsgrad + (item == 2) if bridge.native else 0
             state += arrays * aligned(p.numel() * 4)
         host += _pages(params) + _pages(grads) + (_pages(state) if state else 0)
-        device += params if unit.is_container else 0
-        largest = max(largest, 0 if unit.is_container else params)
+        if unit.is_container:
+            device += params
+        else:
+            offloaded.append(params)
         gradients = max(gradients, grads)
-    needed = device + config.window * largest + gradients
+    slots = sum(sorted(offloaded, reverse=True)[: config.window])
+    needed = device + slots + gradients
     if needed > gpu_mem:
         raise InfeasibleError(
             f"gpu_mem is {format_bytes(gpu_mem)}, expected at least {format_bytes(needed)} "
-            f"({needed} bytes) for {config.window} slots of the largest unit and its gradients, "
-            "activations not counted; give more, or name smaller layers with layers="
+            f"({needed} bytes) for {config.window} slots as large as the largest units and "
+            "the largest gradients, activations not counted; give more, or name smaller layers "
+            "with layers="
         )
     if host > cpu_mem:
         raise InfeasibleError(

@@ -76,6 +76,7 @@ def _describe(
     p.num_parameters = sum(q.numel() for q in unit.parameters)
     p.param_bytes, p.grad_bytes, p.state_bytes = param_bytes, grad_bytes, state_bytes
     p.master_bytes = param_bytes if grad_bytes else 0
+    p.grad_tensors = sum(1 for q in unit.parameters if q.requires_grad)
     p.can_offload_parameters = not unit.is_container
     p.can_recompute = unit.is_layer and not unit.edits_inputs
     same = [m for m, k in zip(meter.measures, kinds, strict=True) if k == kind and m.calls]
@@ -83,6 +84,7 @@ def _describe(
         return p
     p.forward_seconds = median(m.forward_seconds for m in same)
     p.backward_seconds = median(m.backward_seconds for m in same)
+    p.recompute_seconds = median(m.recompute_seconds for m in same)
     kept = max(m.kept_bytes for m in same)
     recomputed = max(m.recomputed_bytes for m in same)
     p.checkpoint_bytes = kept if unit.is_layer else 0

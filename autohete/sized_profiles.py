@@ -18,7 +18,7 @@ from autohete.units import tensors_in
 Size = tuple[int, ...]
 
 _GROWING = ("activation_bytes", "checkpoint_bytes", "temporary_bytes")
-_TIMES = ("forward_seconds", "backward_seconds")
+_TIMES = ("forward_seconds", "backward_seconds", "recompute_seconds")
 _PER_OCTAVE = 4  # buckets between a size and its double
 
 

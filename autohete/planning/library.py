@@ -286,6 +286,7 @@ def _unit_on(
         "num_parameters",
         "param_bytes",
         "grad_bytes",
+        "grad_tensors",
         "state_bytes",
         "master_bytes",
         "activation_bytes",

@@ -20,6 +20,7 @@ def make_plan(
     *,
     window: int = 2,
     gated: bool = True,
+    early_uploads: bool = False,
     seconds: float = 10.0,
 ) -> _C.Plan:
     """Decide, unit by unit, what leaves the device.
@@ -32,6 +33,8 @@ def make_plan(
         solver: "auto", "glpk" or "enumeration" (exact, built in); for the strategy "autohete".
         window: device slots for parameters that live on the host.
         gated: the updates start at step(), after the whole backward (gradient clipping needs it).
+        early_uploads: where not gated, what was updated goes back to the device at once; this
+            engine waits for step(), the paper's system does not.
         seconds: time limit of the solve.
 
     Raises:
@@ -44,7 +47,7 @@ def make_plan(
         parse_bytes(gpu_mem, "gpu_mem"),
         _UNLIMITED if cpu_mem is None else parse_bytes(cpu_mem, "cpu_mem"),
     )
-    options = _C.PlannerOptions(window=window, gated=gated)
+    options = _C.PlannerOptions(window=window, gated=gated, early_uploads=early_uploads)
     _C.validate_profile(profile)
     if strategy == "autohete":
         return solve(profile, budgets, options, solver=solver, seconds=seconds)

@@ -38,6 +38,7 @@ class UnitDescription:
     num_trainable: int
     param_bytes: int
     grad_bytes: int
+    grad_tensors: int
     state_bytes: int
     master_bytes: int
     is_layer: bool
@@ -218,6 +219,7 @@ def _described(unit: Unit, note: UnitNote, precision: str) -> UnitDescription:
         num_trainable=num_trainable,
         param_bytes=sum(tensor_bytes(p) for p in unit.parameters),
         grad_bytes=sum(tensor_bytes(p) for p in trainable),
+        grad_tensors=len(trainable),
         state_bytes=state * num_trainable,
         master_bytes=master * num_trainable,
         activation_bytes=saved,

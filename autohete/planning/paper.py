@@ -171,8 +171,10 @@ def _four_gpu_rate(batch: int, system: str, fit: Fit) -> float:
 
 def _rate(profile: _C.Profile, samples: int, device: int, host: int, system: str) -> float:
     try:
-        # The paper starts updates as gradients arrive; clipping by the global norm would not.
-        plan = make_plan(profile, device, host, system, gated=system != "autohete")
+        # The paper starts updates as gradients arrive, and their uploads as they end; clipping by
+        # the global norm, or a step() that may not come, would not allow it.
+        gated = system != "autohete"
+        plan = make_plan(profile, device, host, system, gated=gated, early_uploads=True)
     except _C.InfeasibleError:
         return OUT_OF_MEMORY
     return samples / plan.step_seconds

@@ -74,8 +74,9 @@ def priorities(gated: bool, model: str = "7b", batch: int = 4) -> dict[str, floa
     machine = paper.FITTED.machine
     profile = profile_on(describe_named(model, batch, paper.SEQ, "bf16"), machine)
     plan = make_plan(profile, machine.usable_bytes, machine.host_bytes, "offload_everything")
-    first = simulate(profile, plan, gated=gated, keep_spans=False)
-    fifo = simulate(profile, plan, gated=gated, without=("fifo",), keep_spans=False)
+    as_paper: Any = {"gated": gated, "early_uploads": True, "keep_spans": False}
+    first = simulate(profile, plan, **as_paper)
+    fifo = simulate(profile, plan, without=("fifo",), **as_paper)
     waits = [s.step_seconds - s.compute_seconds for s in (first, fifo)]
     return {
         "step": first.step_seconds / fifo.step_seconds - 1,

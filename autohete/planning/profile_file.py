@@ -24,6 +24,7 @@ _UNIT_FIELDS: dict[str, type] = {
     "num_parameters": int,
     "param_bytes": int,
     "grad_bytes": int,
+    "grad_tensors": int,
     "state_bytes": int,
     "master_bytes": int,
     "activation_bytes": int,
@@ -31,6 +32,7 @@ _UNIT_FIELDS: dict[str, type] = {
     "temporary_bytes": int,
     "forward_seconds": float,
     "backward_seconds": float,
+    "recompute_seconds": float,
     "can_offload_parameters": bool,
     "can_recompute": bool,
 }
@@ -46,6 +48,7 @@ _HARDWARE_FIELDS: dict[str, type] = {
     "cpu_share_during_copy": float,
     "cpu_share_during_compute": float,
     "compute_share_during_cpu": float,
+    "compute_share_during_copy": float,
 }
 _RANK_FIELDS: dict[str, type] = {
     "num_ranks": int,
@@ -101,15 +104,15 @@ def profile_to_dict(profile: _C.Profile) -> dict[str, Any]:
 def profile_from_dict(data: Any, where: str = "profile") -> _C.Profile:
     """Return the profile that `profile_to_dict` described, checked."""
     profile = _C.Profile()
-    if isinstance(data, dict):
-        # Of files from before they were written.
-        alone = _fields_of(_C.RankProfile(), _RANK_FIELDS)
-        data = {"speculates": False, "outside_seconds": 0.0, "ranks": alone, **data}
+    # Of files from before they were written.
+    alone = _fields_of(_C.RankProfile(), _RANK_FIELDS)
+    data = _with_later_fields(data, speculates=False, outside_seconds=0.0, ranks=alone)
     _check_keys(data, {*_PROFILE_FIELDS, "hardware", "ranks", "units"}, where)
     _set_fields(profile, data, _PROFILE_FIELDS, where)
     hardware = _C.HardwareProfile()
-    _check_keys(data["hardware"], set(_HARDWARE_FIELDS), f"{where}.hardware")
-    _set_fields(hardware, data["hardware"], _HARDWARE_FIELDS, f"{where}.hardware")
+    rates = _with_later_fields(data["hardware"], compute_share_during_copy=1.0)
+    _check_keys(rates, set(_HARDWARE_FIELDS), f"{where}.hardware")
+    _set_fields(hardware, rates, _HARDWARE_FIELDS, f"{where}.hardware")
     profile.hardware = hardware
     ranks = _C.RankProfile()
     _check_keys(data["ranks"], set(_RANK_FIELDS), f"{where}.ranks")
@@ -255,8 +258,14 @@ def _list(data: Any, where: str) -> list[Any]:
     return data
 
 
+def _with_later_fields(data: Any, **values: Any) -> Any:
+    """Return the values with those that files did not have once."""
+    return {**values, **data} if isinstance(data, dict) else data
+
+
 def _unit_from_dict(data: Any, where: str) -> _C.UnitProfile:
     unit = _C.UnitProfile()
+    data = _with_later_fields(data, recompute_seconds=0.0, grad_tensors=1)
     _check_keys(data, set(_UNIT_FIELDS), where)
     _set_fields(unit, data, _UNIT_FIELDS, where)
     return unit

@@ -26,6 +26,7 @@ def simulate(
     plan: _C.Plan,
     *,
     gated: bool | None = None,
+    early_uploads: bool = False,
     without: tuple[str, ...] = (),
     keep_spans: bool = True,
 ) -> _C.Simulation:
@@ -33,6 +34,7 @@ def simulate(
 
     Args:
         gated: updates wait for the end of the whole backward; None for the strategy's own way.
+        early_uploads: see make_plan().
         without: what to leave out, of `ABLATIONS`: "fifo" gives up the priorities, "barrier" lets
             no forward start before all updates have ended, "aggregation" copies in pieces of
             512 KiB, each with the link's latency, instead of a unit's bytes in large chunks.
@@ -44,6 +46,7 @@ def simulate(
     policy = _C.policy_of(plan.strategy)
     if gated is not None:
         policy.gated = gated
+    policy.early_uploads = early_uploads
     policy.priority_order = policy.priority_order and "fifo" not in without
     policy.iteration_barrier = policy.iteration_barrier or "barrier" in without
     if "aggregation" in without:

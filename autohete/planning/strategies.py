@@ -45,6 +45,7 @@ def plan_strategy(
         )
 
     policy = _C.policy_of(strategy)
+    policy.early_uploads = options.early_uploads
     plans = [as_plan(units) for units in _PLACEMENTS[strategy](profile, fits)]
     for plan in plans:
         _C.predict_plan(profile, plan, policy)

@@ -39,6 +39,7 @@ void bind_data(py::module_& module) {
       .def_readwrite("num_parameters", &UnitProfile::num_parameters)
       .def_readwrite("param_bytes", &UnitProfile::param_bytes)
       .def_readwrite("grad_bytes", &UnitProfile::grad_bytes)
+      .def_readwrite("grad_tensors", &UnitProfile::grad_tensors)
       .def_readwrite("state_bytes", &UnitProfile::state_bytes)
       .def_readwrite("master_bytes", &UnitProfile::master_bytes)
       .def_readwrite("activation_bytes", &UnitProfile::activation_bytes)
@@ -46,6 +47,7 @@ void bind_data(py::module_& module) {
       .def_readwrite("temporary_bytes", &UnitProfile::temporary_bytes)
       .def_readwrite("forward_seconds", &UnitProfile::forward_seconds)
       .def_readwrite("backward_seconds", &UnitProfile::backward_seconds)
+      .def_readwrite("recompute_seconds", &UnitProfile::recompute_seconds)
       .def_readwrite("can_offload_parameters", &UnitProfile::can_offload_parameters)
       .def_readwrite("can_recompute", &UnitProfile::can_recompute);
   py::class_<HardwareProfile>(module, "HardwareProfile")
@@ -61,7 +63,8 @@ void bind_data(py::module_& module) {
       .def_readwrite("copy_share_during_cpu", &HardwareProfile::copy_share_during_cpu)
       .def_readwrite("cpu_share_during_copy", &HardwareProfile::cpu_share_during_copy)
       .def_readwrite("cpu_share_during_compute", &HardwareProfile::cpu_share_during_compute)
-      .def_readwrite("compute_share_during_cpu", &HardwareProfile::compute_share_during_cpu);
+      .def_readwrite("compute_share_during_cpu", &HardwareProfile::compute_share_during_cpu)
+      .def_readwrite("compute_share_during_copy", &HardwareProfile::compute_share_during_copy);
   py::class_<RankProfile>(module, "RankProfile")
       .def(py::init<>())
       .def(py::init<const RankProfile&>(), py::arg("other"))  // a copy
@@ -132,13 +135,14 @@ void bind_formulation(py::module_& module) {
       .value("DEVICE_BYTES", Goal::kDeviceBytes)
       .value("HOST_BYTES", Goal::kHostBytes);
   py::class_<PlannerOptions>(module, "PlannerOptions")
-      .def(py::init([](int window, bool gated, int max_simulations) {
-             return PlannerOptions{window, gated, max_simulations};
+      .def(py::init([](int window, bool gated, bool early_uploads, int max_simulations) {
+             return PlannerOptions{window, gated, early_uploads, max_simulations};
            }),
            py::kw_only(), py::arg("window") = 2, py::arg("gated") = true,
-           py::arg("max_simulations") = 60)
+           py::arg("early_uploads") = false, py::arg("max_simulations") = 60)
       .def_readwrite("window", &PlannerOptions::window)
       .def_readwrite("gated", &PlannerOptions::gated)
+      .def_readwrite("early_uploads", &PlannerOptions::early_uploads)
       .def_readwrite("max_simulations", &PlannerOptions::max_simulations);
   py::class_<SegmentCounts>(module, "SegmentCounts")
       .def(py::init([](int recompute, int parameters, int state) {
@@ -211,6 +215,7 @@ void bind_simulator(py::module_& module) {
   py::class_<SimulationPolicy>(module, "SimulationPolicy")
       .def(py::init<>())
       .def_readwrite("gated", &SimulationPolicy::gated)
+      .def_readwrite("early_uploads", &SimulationPolicy::early_uploads)
       .def_readwrite("priority_order", &SimulationPolicy::priority_order)
       .def_readwrite("iteration_barrier", &SimulationPolicy::iteration_barrier)
       .def_readwrite("synchronous_moves", &SimulationPolicy::synchronous_moves)

@@ -132,7 +132,7 @@ LaneSeconds lane_seconds(const Profile& profile, const Plan& plan) {
     const UnitSeconds unit = unit_seconds(profile.units[i], profile);
     const UnitPlan& placed = plan.units[i];
     const bool recompute = placed.activations == ActivationRule::kRecompute;
-    lanes.compute += repeats * (unit.forward * (recompute ? 2 : 1) + unit.backward);
+    lanes.compute += repeats * (unit.forward + unit.backward + (recompute ? unit.recompute : 0));
     lanes.compute += 2 * unit.pack;
     lanes.exchange += unit.exchange;
     if (placed.optimizer_state == Tier::kDevice) {

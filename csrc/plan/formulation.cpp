@@ -88,8 +88,9 @@ class Builder {
 
   // From here on the segments' seconds are in units of time_scale.
   void scale_seconds(UnitSeconds& s) const {
-    for (double* value : {&s.forward, &s.backward, &s.upload, &s.upload_update, &s.download,
-                          &s.cpu_update, &s.device_update, &s.exchange, &s.gather, &s.pack}) {
+    for (double* value :
+         {&s.forward, &s.backward, &s.upload, &s.upload_update, &s.download, &s.recompute,
+          &s.cpu_update, &s.device_update, &s.exchange, &s.gather, &s.pack}) {
       *value /= out_.time_scale;
     }
   }
@@ -321,7 +322,7 @@ class Builder {
     }
     if (download > b) {  // else the buffers never run out
       Expression leaving;
-      leaving.add(n * b + loss + 2 * of_layer(g).backward - 3 * of_layer(g).download);
+      leaving.add(n * b + loss + of_layer(g).backward - 2 * of_layer(g).download);
       leaving.add(v.o, download - b);
       at_least(v.backward, leaving);
       at_least(v.backward, leaving.add(v.c, again).add(v.o, -again));
@@ -411,10 +412,23 @@ class Builder {
       at_least(out_.step, first);
       at_least(out_.step, last);
     }
+    if (!options_.early_uploads) add_late_uploads(g);
     Expression stream = around(g, false);
     stream.add(streaming(g, 2)).add(v.y, loop);
     add_queue(stream, g, Work::kUpdate);
     at_least(out_.step, stream);
+  }
+
+  // What was updated early goes up when the step is taken, after the whole backward.
+  void add_late_uploads(int g) {
+    const SegmentVariables& v = of_[g];
+    Expression first = around(g, true), last = around(g, true);
+    first.add(v.o, seconds(g).forward).add(v.y, of_layer(g).upload_update);
+    add_queue(first, g, Work::kUpload);
+    last.add(v.y, of_layer(g).forward);
+    add_queue(last, g + 1, Work::kUpload);
+    at_least(out_.step, first);
+    at_least(out_.step, last);
   }
 
   void add_gated_loop(int g) {

@@ -38,7 +38,7 @@
 //   F >= n f;              F >= (p-w)H;   F >= (n-o) f + (p-w)H
 //   B >= n b + c f;        B >= (p-w)H;   B >= (n-o) b + (p-w)H
 //   (to the last segment's first, third and next bound, outside_seconds is added)
-//   B >= (n-o+2) b + (o-3)D [+ (c-o) f]   where D > b: three gradient buffers
+//   B >= (n-o+1) b + (o-2)D [+ (c-o) f]   where D > b: three gradient buffers
 //   T >= m sum(F+B) + sum (n-o)A;  T >= sum o U;  T >= m sum o D;  T >= sum[(o-p)H' + 2 m p H - w H
 //   z] and, for each segment with something to update, its own loop backward -> D2H -> update ->
 //   H2D
@@ -47,6 +47,9 @@
 //     T >= (m-1)sum(F+B) + later(F+B) + o(f+b) + x f + earlier(o X) + y(D+X+X')
 //     T >= (m-1)sum(F+B) + later(F+B) + y(f+b) + earlier and own(o X) + y(D+X')
 //     T >= (m-1)sum(F+B) + later(F+B) + 2(p-w)H + earlier(o U) + y(D+U+H')
+//   and, without early_uploads:
+//     T >= (m-1)sum(F+B) + sum B + later F + o f + earlier(o H') + y H'
+//     T >= (m-1)sum(F+B) + sum B + later F + y f + earlier and own(o H')
 //   Gated (updates start when the whole backward has ended):
 //     T >= (m-1)sum(F+B) + sum B + later F + o f + earlier(o X) + y(U+H')
 //     T >= (m-1)sum(F+B) + sum B + later F + y f + earlier and own(o X) + y X'
@@ -75,7 +78,9 @@ namespace autohete {
 
 struct PlannerOptions {
   int window = 2;
-  bool gated = true;         // updates start at step(), after the whole backward
+  bool gated = true;  // updates start at step(), after the whole backward
+  bool early_uploads =
+      false;  // ungated: what is updated goes up at once; the engine waits for step()
   int max_simulations = 60;  // to refine the formulation's plan (refine.h); 0: the plan as it is
 };
 

@@ -54,7 +54,10 @@ double Lanes::rate(SimulatedLane lane) const {
   const bool up = busy(SimulatedLane::kH2d), down = busy(SimulatedLane::kD2h);
   const bool computing = busy(SimulatedLane::kCompute), updating = busy(SimulatedLane::kCpu);
   if (lane == SimulatedLane::kExchange || lane == SimulatedLane::kGather) return 1;
-  if (lane == SimulatedLane::kCompute) return updating ? hardware_.compute_share_during_cpu : 1;
+  if (lane == SimulatedLane::kCompute) {
+    return (updating ? hardware_.compute_share_during_cpu : 1) *
+           (up || down ? hardware_.compute_share_during_copy : 1);
+  }
   if (lane == SimulatedLane::kCpu) {
     return (up || down ? hardware_.cpu_share_during_copy : 1) *
            (computing ? hardware_.cpu_share_during_compute : 1);

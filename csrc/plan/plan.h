@@ -20,13 +20,17 @@ struct UnitProfile {
   std::int64_t num_parameters = 0;   // trainable and frozen
   std::size_t param_bytes = 0;       // in the dtype the device computes with
   std::size_t grad_bytes = 0;        // trainable ones
+  int grad_tensors = 1;              // they leave the device one by one
   std::size_t state_bytes = 0;       // moments, and fp32 masters in the half regime
   std::size_t master_bytes = 0;      // fp32 copy the host keeps when only the state is offloaded
   std::size_t activation_bytes = 0;  // kept for backward without checkpointing
   std::size_t checkpoint_bytes = 0;  // kept for backward with checkpointing (its inputs)
   std::size_t temporary_bytes = 0;   // largest extra inside its own forward or backward
   double forward_seconds = 0;
-  double backward_seconds = 0;         // without the recomputed forward
+  double backward_seconds = 0;  // without the recomputed forward
+  // Of the forward when it runs again, which ends with the last tensor that backward needs.
+  // 0: not known, taken as forward_seconds.
+  double recompute_seconds = 0;
   bool can_offload_parameters = true;  // false: it contains other units
   bool can_recompute = true;           // false: embedding, head, containers
 };
@@ -34,7 +38,7 @@ struct UnitProfile {
 struct HardwareProfile {
   double h2d_bytes_per_second = 0;
   double d2h_bytes_per_second = 0;
-  double link_latency_seconds = 0;      // per chunk
+  double link_latency_seconds = 0;      // per chunk; of gradients per tensor at least
   double cpu_params_per_second = 0;     // CPU AdamW, all workers
   double device_params_per_second = 0;  // AdamW on the device
   // Contention, as the share of its full rate that the first keeps while the second is busy.
@@ -44,6 +48,7 @@ struct HardwareProfile {
   double cpu_share_during_copy = 1;     // while either direction copies
   double cpu_share_during_compute = 1;  // below 1 where the device computes on the same cores
   double compute_share_during_cpu = 1;
+  double compute_share_during_copy = 1;  // both below 1 where all share cores or memory
 };
 
 // The ranks that train one model together, all alike, as one of them sees it. Each averages every

@@ -75,6 +75,7 @@ Plan finish_plan(const Profile& profile, const Formulation& formulation,
   plan.solver = solver;
   SimulationPolicy policy;
   policy.gated = options.gated;
+  policy.early_uploads = options.early_uploads;
   predict_plan(profile, plan, policy);
   return plan;
 }

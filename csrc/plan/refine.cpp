@@ -28,6 +28,7 @@ class Climber {
         options_(options),
         limit_(options.max_simulations) {
     policy_.gated = options.gated;
+    policy_.early_uploads = options.early_uploads;
     for (std::size_t g = 0; g < formulation.segments.size(); ++g) {
       if (formulation.segments[g].count > formulation.segments[main_].count) main_ = g;
     }

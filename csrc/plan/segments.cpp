@@ -11,9 +11,10 @@ namespace {
 
 bool same_layer(const UnitProfile& a, const UnitProfile& b) {
   return a.num_parameters == b.num_parameters && a.param_bytes == b.param_bytes &&
-         a.grad_bytes == b.grad_bytes && a.state_bytes == b.state_bytes &&
-         a.master_bytes == b.master_bytes && a.activation_bytes == b.activation_bytes &&
-         a.checkpoint_bytes == b.checkpoint_bytes && a.temporary_bytes == b.temporary_bytes &&
+         a.grad_bytes == b.grad_bytes && a.grad_tensors == b.grad_tensors &&
+         a.state_bytes == b.state_bytes && a.master_bytes == b.master_bytes &&
+         a.activation_bytes == b.activation_bytes && a.checkpoint_bytes == b.checkpoint_bytes &&
+         a.temporary_bytes == b.temporary_bytes &&
          a.can_offload_parameters == b.can_offload_parameters && a.can_recompute == b.can_recompute;
 }
 
@@ -59,6 +60,7 @@ void add_seconds(UnitSeconds& sum, const UnitSeconds& more, double share) {
   sum.upload += share * more.upload;
   sum.upload_update += share * more.upload_update;
   sum.download += share * more.download;
+  sum.recompute += share * more.recompute;
   sum.cpu_update += share * more.cpu_update;
   sum.device_update += share * more.device_update;
   sum.exchange += share * more.exchange;
@@ -86,7 +88,7 @@ void add_layer(Segment& segment, const UnitProfile& layer, const Profile& profil
   const UnitSeconds seconds = unit_seconds(layer, profile);
   add_seconds(segment.seconds, seconds, 1);
   add_seconds(segment.of_layer, seconds, 1.0 / segment.period);
-  segment.recompute_seconds += pays_to_recompute(layer) ? seconds.forward : 0;
+  segment.recompute_seconds += pays_to_recompute(layer) ? seconds.recompute : 0;
 }
 
 Segment make_segment(const Profile& profile, int first) {
@@ -128,10 +130,12 @@ void add_ranks(UnitSeconds& seconds, const UnitProfile& unit, const RankProfile&
 
 }  // namespace
 
-double copy_seconds(std::size_t bytes, double bytes_per_second, const Profile& profile) {
+double copy_seconds(std::size_t bytes, double bytes_per_second, const Profile& profile,
+                    int tensors) {
   if (bytes == 0) return 0;
   const std::size_t chunks = (bytes + profile.chunk_bytes - 1) / profile.chunk_bytes;
-  return static_cast<double>(chunks) * profile.hardware.link_latency_seconds +
+  const std::size_t copies = std::max(chunks, static_cast<std::size_t>(tensors));
+  return static_cast<double>(copies) * profile.hardware.link_latency_seconds +
          static_cast<double>(bytes) / bytes_per_second;
 }
 
@@ -148,7 +152,9 @@ UnitSeconds unit_seconds(const UnitProfile& unit, const Profile& profile) {
   seconds.backward = unit.backward_seconds;
   seconds.upload = copy_seconds(unit.param_bytes, hardware.h2d_bytes_per_second, profile);
   seconds.upload_update = copy_seconds(unit.grad_bytes, hardware.h2d_bytes_per_second, profile);
-  seconds.download = copy_seconds(unit.grad_bytes, hardware.d2h_bytes_per_second, profile);
+  seconds.download =
+      copy_seconds(unit.grad_bytes, hardware.d2h_bytes_per_second, profile, unit.grad_tensors);
+  seconds.recompute = unit.recompute_seconds > 0 ? unit.recompute_seconds : unit.forward_seconds;
   seconds.cpu_update = trainable_parameters(unit) / hardware.cpu_params_per_second;
   seconds.device_update = trainable_parameters(unit) / hardware.device_params_per_second;
   if (profile.ranks.num_ranks > 1 && unit.grad_bytes > 0) add_ranks(seconds, unit, profile.ranks);

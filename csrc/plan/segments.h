@@ -26,6 +26,7 @@ struct UnitSeconds {
   double upload = 0;         // all parameters, host to device
   double upload_update = 0;  // trainable parameters, host to device, after a CPU update
   double download = 0;       // gradients, device to host
+  double recompute = 0;      // forward again, in backward
   double cpu_update = 0;     // of this rank's rows
   double device_update = 0;  // of this rank's rows, and the gather of all
   // With several ranks, else 0:
@@ -34,8 +35,10 @@ struct UnitSeconds {
   double pack = 0;      // gradients laid out for the exchange; taken up again in as long
 };
 
-// latency x chunks + bytes / bandwidth. 0 for 0 bytes.
-double copy_seconds(std::size_t bytes, double bytes_per_second, const Profile& profile);
+// latency x copies + bytes / bandwidth, a copy for each chunk and `tensors` at least. 0 for 0
+// bytes.
+double copy_seconds(std::size_t bytes, double bytes_per_second, const Profile& profile,
+                    int tensors = 1);
 
 // Parameters that are updated. Gradients have the parameters' dtype, so the share of bytes is the
 // share of parameters.
@@ -51,7 +54,7 @@ struct Segment {
                          // layer saves nothing it is kept, in checkpoint_bytes too
   UnitSeconds seconds;   // sums over the period
   UnitSeconds of_layer;  // mean over the period
-  double recompute_seconds = 0;  // forward of the layers where recomputing saves something
+  double recompute_seconds = 0;  // of the layers where recomputing saves something
   // Of the period's layers, the largest parameters, gradients, and what recomputing brings back:
   // activations without the checkpoint.
   std::size_t largest_param_bytes = 0;

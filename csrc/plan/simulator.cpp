@@ -26,6 +26,7 @@ struct UnitState {
   bool host_state = false;
   bool trainable = false;
   double backward = 0;  // recomputed forward included, and the loss in the last unit's
+  std::size_t param_bytes = 0;
   std::size_t grad_bytes = 0;
   std::size_t others_leaving = 0;  // when a backward began
   int chunks_up = 1;
@@ -33,11 +34,17 @@ struct UnitState {
   int downloads = 0;        // finished
   int updates = 0;          // on the CPU, finished
   int uploads = 0;          // after an update, finished
+  int slot = -1;            // its bytes are there, or on their way
   bool resident = false;    // in a slot, current
   bool loading = false;     // in a slot, on its way
   int own_updates = 0;      // of this rank's rows; one rank: as updates
   double up_remaining = 0;  // of an overtaken copy; 0: none
   double down_remaining = 0;
+};
+
+struct Slot {
+  std::size_t bytes;
+  int unit;  // -1: free
 };
 
 // Ready work of one kind, by priority; equal keys cannot happen.
@@ -47,7 +54,6 @@ class Simulator {
  public:
   Simulator(const Profile& profile, const Plan& plan, const SimulationPolicy& policy, bool keep)
       : policy_(policy),
-        window_(plan.window),
         keep_(keep),
         repeats_(profile.gradient_accumulation_steps),
         exchanges_(profile.ranks.num_ranks > 1),
@@ -57,10 +63,13 @@ class Simulator {
     }
     num_units_ = static_cast<int>(units_.size());
     for (int i = 0; i < num_units_; ++i) {
-      if (units_[i].host_parameters) offloaded_.push_back(i);
+      if (units_[i].host_parameters) slots_.push_back({units_[i].param_bytes, -1});
       if (!units_[i].host_state && units_[i].trainable) device_updated_.push_back(i);
       if (units_[i].host_state) host_updated_.push_back(i);
     }
+    std::sort(slots_.begin(), slots_.end(),
+              [](const Slot& a, const Slot& b) { return a.bytes > b.bytes; });
+    slots_.resize(std::min(slots_.size(), static_cast<std::size_t>(plan.window)));
   }
 
   Simulation run() {
@@ -82,8 +91,9 @@ class Simulator {
     state.trainable = unit.grad_bytes > 0;
     state.host_state = plan.units[i].optimizer_state == Tier::kHost && state.trainable;
     const bool recompute = plan.units[i].activations == ActivationRule::kRecompute;
-    state.backward = state.seconds.backward + (recompute ? state.seconds.forward : 0);
+    state.backward = state.seconds.backward + (recompute ? state.seconds.recompute : 0);
     if (i + 1 == static_cast<int>(plan.units.size())) state.backward += profile.outside_seconds;
+    state.param_bytes = unit.param_bytes;
     state.grad_bytes = unit.grad_bytes;
     state.chunks_up = num_chunks(unit.param_bytes, profile.chunk_bytes);
     state.chunks_down = num_chunks(unit.grad_bytes, profile.chunk_bytes);
@@ -110,9 +120,10 @@ class Simulator {
         action() == Action::kForward ? Direction::kForward : Direction::kBackward;
     return {direction, visited_unit()};
   }
+  bool waits_to_visit() const { return !visiting() && !held_ && action() != Action::kDeviceUpdate; }
   // Visits until the unit is next needed; the visit that is waiting to start counts as 0.
   int distance(int unit) const {
-    if (!visiting() && action() != Action::kDeviceUpdate && visited_unit() == unit) return 0;
+    if (waits_to_visit() && visited_unit() == unit) return 0;
     const auto [direction, position] = place();
     return next_use_distance(direction, position, unit, num_units_);
   }
@@ -123,15 +134,18 @@ class Simulator {
     const bool next_walk = next >= 2 * num_units_;
     return step_ + (next_walk && (last_repeat() || action() == Action::kDeviceUpdate) ? 1 : 0);
   }
+  // What the given number of updates made: the step has been taken.
+  bool may_go_up(int updates) const { return policy_.early_uploads || updates <= gates_open_; }
   bool current_on_host(int unit) const {
-    return !units_[unit].host_state || units_[unit].updates >= updates_needed(unit);
+    const int needed = updates_needed(unit);
+    return may_go_up(needed) && (!units_[unit].host_state || units_[unit].updates >= needed);
   }
 
   // ---- compute lane
   bool visiting() const { return compute().busy && !taking_up_; }
   bool start_compute() {
     if (compute().busy || step_ >= policy_.steps) return false;
-    if (must_take_up()) return start_taking_up();
+    if (!held_ && must_take_up()) return start_taking_up();
     if (!may_visit()) return false;
     const UnitState& unit = units_[visited_unit()];
     switch (action()) {
@@ -158,17 +172,17 @@ class Simulator {
   }
 
   bool may_visit() const {
-    if (action() == Action::kDeviceUpdate) return true;
+    if (action() == Action::kDeviceUpdate) return !held_;
     const int k = visited_unit();
     const UnitState& unit = units_[k];
+    if (held_) return false;
     if (policy_.synchronous_moves && copies_pending()) return false;
     if (policy_.iteration_barrier && visit_ == 0 && repeat_ == 0 && !all_updated()) return false;
     if (unit.host_parameters && !unit.resident) return false;
-    if (action() == Action::kForward) return fresh(unit);
-    return !unit.host_state || leaving_ < policy_.gradient_buffers;
+    return action() == Action::kBackward || fresh(unit);
   }
   bool copies_pending() const {
-    return h2d().busy || d2h().busy || !downloads_.empty() || !uploads_.empty();
+    return h2d().busy || d2h().busy || !downloads_.empty() || next_update_back() >= 0;
   }
   // Forward: the unit's own updates of all earlier steps have come back.
   bool fresh(const UnitState& unit) const {
@@ -189,6 +203,10 @@ class Simulator {
         gradients_ready(k);
       }
     }
+    held_ = leaving_ >= policy_.gradient_buffers;
+    if (!held_) end_visit();
+  }
+  void end_visit() {
     ++visit_;
     if (visit_ != 2 * num_units_) return end_walk_at_last_visit();
     if (sent_.empty()) end_of_backward();
@@ -274,6 +292,10 @@ class Simulator {
   }
   void end_download(int k) {
     --leaving_;
+    if (held_ && leaving_ < policy_.gradient_buffers) {
+      held_ = false;
+      end_visit();
+    }
     if (++units_[k].downloads % repeats_ == 0) arrived_.insert({key(k), k});
   }
 
@@ -303,9 +325,7 @@ class Simulator {
       uploads_.insert({key(k), k});
       return;
     }
-    if (unit.resident || unit.loading) --slots_taken_;
-    unit.resident = unit.loading = false;  // the slot's bytes are old
-    unit.up_remaining = 0;
+    drop(unit);  // the slot's bytes are old
   }
 
   // ---- parameters up
@@ -338,14 +358,21 @@ class Simulator {
   // (is it an update on its way back, unit); unit -1: nothing to do.
   std::pair<bool, int> most_urgent_upload() const {
     const int load = next_load();
-    const int update = uploads_.empty() ? -1 : uploads_.begin()->second;
+    const int update = next_update_back();
     if (load < 0 || update < 0) return {load < 0, std::max(load, update)};
     const bool update_first = distance(update) <= distance(load);
     return {update_first, update_first ? update : load};
   }
+  // The first unit whose update is on its way back, of a step that has been taken.
+  int next_update_back() const {
+    const auto found = std::find_if(uploads_.begin(), uploads_.end(), [this](const auto& entry) {
+      return may_go_up(units_[entry.second].updates);
+    });
+    return found == uploads_.end() ? -1 : found->second;
+  }
   // The nearest unit that the window should hold, does not, and could load now.
   int next_load() const {
-    if (offloaded_.empty()) return -1;
+    if (slots_.empty()) return -1;
     if (policy_.synchronous_moves) return load_on_demand();
     for (const int k : wanted()) {
       const UnitState& unit = units_[k];
@@ -364,13 +391,12 @@ class Simulator {
   // The units the window should hold, nearest first: the running one and the next on the walk.
   std::vector<int> wanted() const {
     std::vector<int> units;
-    int room = window_;
+    int room = static_cast<int>(slots_.size());
     if (visiting() && units_[compute().unit].host_parameters && action() != Action::kDeviceUpdate) {
       --room;
     }
     const auto [direction, position] = place();
-    const bool waiting = !visiting() && action() != Action::kDeviceUpdate;
-    const int here = visit_index(direction, position, num_units_) + (waiting ? 0 : 1);
+    const int here = visit_index(direction, position, num_units_) + (waits_to_visit() ? 0 : 1);
     for (int ahead = 0; ahead < 2 * num_units_ && room > 0; ++ahead) {
       const int k = unit_of_visit((here + ahead) % (2 * num_units_), num_units_);
       if (!units_[k].host_parameters || running(k)) continue;
@@ -382,25 +408,33 @@ class Simulator {
   }
   bool running(int k) const { return visiting() && compute().unit == k; }
 
+  // As the engine does: the smallest free slot that the unit fits in, or the one whose unit is
+  // needed last, if that is later than `k`.
   bool take_slot(int k) {
-    if (slots_taken_ == window_ && !evict_for(k)) return false;
-    ++slots_taken_;
+    int best = -1;
+    for (int i = 0; i < static_cast<int>(slots_.size()); ++i) {
+      if (slots_[i].bytes < units_[k].param_bytes) break;  // largest first
+      const int holder = slots_[i].unit;
+      if (holder < 0) {
+        best = i;
+        continue;
+      }
+      if (best >= 0 && slots_[best].unit < 0) continue;
+      if (running(holder) || is_loading_now(holder) || distance(holder) <= distance(k)) continue;
+      if (best < 0 || distance(holder) > distance(slots_[best].unit)) best = i;
+    }
+    if (best < 0) return false;
+    if (slots_[best].unit >= 0) drop(units_[slots_[best].unit]);
+    slots_[best].unit = k;
+    units_[k].slot = best;
     units_[k].loading = true;
     return true;
   }
-  // Frees the slot whose unit is needed last, if that is later than `k`.
-  bool evict_for(int k) {
-    int victim = -1;
-    for (const int other : offloaded_) {
-      if (!(units_[other].resident || units_[other].loading)) continue;
-      if (running(other) || is_loading_now(other)) continue;
-      if (victim < 0 || distance(other) > distance(victim)) victim = other;
-    }
-    if (victim < 0 || distance(victim) <= distance(k)) return false;
-    units_[victim].resident = units_[victim].loading = false;
-    units_[victim].up_remaining = 0;
-    --slots_taken_;
-    return true;
+  void drop(UnitState& unit) {
+    if (unit.slot >= 0) slots_[unit.slot].unit = -1;
+    unit.slot = -1;
+    unit.resident = unit.loading = false;
+    unit.up_remaining = 0;
   }
 
   void end_upload(int k) {
@@ -492,18 +526,18 @@ class Simulator {
   }
 
   const SimulationPolicy policy_;
-  const int window_;
   const bool keep_;
   const int repeats_;
   int num_units_ = 0;
   std::vector<UnitState> units_;
-  std::vector<int> offloaded_, device_updated_, host_updated_;
+  std::vector<Slot> slots_;  // as large as the largest units that live on the host, largest first
+  std::vector<int> device_updated_, host_updated_;
   const bool exchanges_;  // there are several ranks
   Lanes lanes_;
   int step_ = 0, repeat_ = 0, visit_ = 0;
-  int gates_open_ = 0;  // steps whose updates may start
-  int leaving_ = 0;     // gradients computed and not yet on the host
-  int slots_taken_ = 0;
+  int gates_open_ = 0;             // steps whose updates may start
+  int leaving_ = 0;                // gradients computed and not yet on the host
+  bool held_ = false;              // a backward has ended, and waits for one of them to be there
   bool taking_up_ = false;         // what compute is busy with
   std::deque<int> sent_;           // units whose gradients are not taken up yet
   std::size_t num_exchanged_ = 0;  // of those, the first ones

@@ -3,11 +3,14 @@
 // Four lanes (device compute, H2D, D2H, CPU) each do one thing at a time. Compute walks the units
 // forward and backward; a visit waits until its unit's parameters are there and current:
 //   - parameters on the host: the window holds the running unit and the next ones on the walk that
-//     live on the host; the one with the nearest next use is loaded first (order.h);
+//     live on the host; the one with the nearest next use is loaded first (order.h), into a slot
+//     that it fits in (engine.h: as large as the largest units);
 //   - state on the host, parameters on the device: the last update has come back up.
-// A backward whose gradients leave the device waits for one of three gradient buffers. Gradients
-// leave, and updates run, smallest unit first (order.h). The next forward of a unit waits for that
-// unit alone. Several steps are simulated; the period of the last ones is the prediction.
+// A backward whose gradients leave the device ends when less than three units' are leaving.
+// Gradients leave, and updates run, smallest unit first (order.h). The next forward of a unit waits
+// for that unit alone. As in the engine nothing that an update made goes up before the step's whole
+// backward has ended, when step() is called. Several steps are simulated; the period of the last
+// ones is the prediction.
 //
 // Several ranks are alike, so one is simulated, with two lanes more. In a step's last backward a
 // unit's gradients are averaged (exchange) when it has left, one unit at a time; the next backward
@@ -25,6 +28,7 @@ namespace autohete {
 
 struct SimulationPolicy {
   bool gated = true;               // updates start when the step's whole backward has ended
+  bool early_uploads = false;      // ungated: what is updated goes up at once, not from step() on
   bool priority_order = true;      // false: first in, first out on every lane
   bool iteration_barrier = false;  // the next forward waits for all updates and their uploads
   bool synchronous_moves = false;  // nothing is copied while the device computes

@@ -40,6 +40,8 @@ void validate_unit(const UnitProfile& unit) {
   require_bytes(where, "grad_bytes", unit.grad_bytes);
   require(unit.grad_bytes <= unit.param_bytes, where, ": grad_bytes is ", unit.grad_bytes,
           ", expected at most param_bytes (", unit.param_bytes, "): one dtype for both");
+  require(unit.grad_tensors >= 0 && unit.grad_tensors <= 1000000, where, ": grad_tensors is ",
+          unit.grad_tensors, ", expected 0 .. 1000000");
   require_bytes(where, "state_bytes", unit.state_bytes);
   require_bytes(where, "master_bytes", unit.master_bytes);
   require_bytes(where, "activation_bytes", unit.activation_bytes);
@@ -47,6 +49,7 @@ void validate_unit(const UnitProfile& unit) {
   require_bytes(where, "temporary_bytes", unit.temporary_bytes);
   require_seconds(where, "forward_seconds", unit.forward_seconds);
   require_seconds(where, "backward_seconds", unit.backward_seconds);
+  require_seconds(where, "recompute_seconds", unit.recompute_seconds);
 }
 
 void validate(const RankProfile& ranks) {
@@ -83,6 +86,7 @@ void validate(const HardwareProfile& hardware) {
   require_share(where, "cpu_share_during_copy", hardware.cpu_share_during_copy);
   require_share(where, "cpu_share_during_compute", hardware.cpu_share_during_compute);
   require_share(where, "compute_share_during_cpu", hardware.compute_share_during_cpu);
+  require_share(where, "compute_share_during_copy", hardware.compute_share_during_copy);
 }
 
 void validate(const Profile& profile) {

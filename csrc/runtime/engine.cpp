@@ -158,6 +158,8 @@ BlockPtr Engine::release(int index, bool edited) {
   advance(unit, UnitEvent::kReleased);
   unit.last_use = last_use;
   if (unit.slot >= 0) slots_[unit.slot].last_use = last_use;
+  // In backward the next unit has been acquired already, when this one's slot was not free.
+  if (index != position_) prefetch();
   return newest_block(unit);
 }
 
@@ -272,13 +274,14 @@ void Engine::prefetch() {
   int position = position_;
   Direction direction = direction_;
   const int reach = static_cast<int>(slots_.size());
-  int seen = 0;
+  // The unit that runs, or waits to, has a slot or wants one: those behind it must not be faster.
+  int seen = position_ >= 0 && offloaded(units_[position_]) ? 1 : 0;
   for (int i = 0; i < 2 * num_units && seen < reach; ++i) {
     std::tie(direction, position) = next_position(direction, position, num_units);
     // Behind the end of backward comes the update: what is uploaded before it would be old.
     if (direction_ == Direction::kBackward && direction != Direction::kBackward) return;
     Unit& unit = units_[position];
-    if (!offloaded(unit)) continue;
+    if (!offloaded(unit) || position == position_) continue;
     ++seen;
     if (unit.state.residency != Residency::kHost || unit.given_out || unit.users > 0) continue;
     if (!unit.state.parameters_final()) continue;  // its own update asks again when done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -679,3 +680,72 @@ def test_a_unit_in_the_users_hands_is_not_uploaded_until_they_are_done():
         edited = trained(batch(1)[0])
     trained.unwrap()
     assert torch.equal(model(batch(1)[0]), edited)
+
+
+def test_the_unit_that_is_waited_for_is_uploaded_before_those_behind_it():
+    """Units 0 and 1 still wait for their gradients when unit 2 has been updated."""
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(5)))
+    optimizer = adamw(model)
+    trained = AutoHeteWrapper(
+        model, optimizer, gpu_mem="16MiB", plan=forced_plan(model, "all"), early_updates=False
+    ).to("cpu")
+    engine, machine = trained.run.engine, trained.run.side.machine
+
+    def state(unit: int) -> str:
+        return str(engine.unit_state(unit)[1])
+
+    def hold(gradient: Tensor) -> None:
+        while any(state(unit) == "leaving" for unit in (2, 3, 4)):
+            continue
+        machine.hold(CopyDirection.DEVICE_TO_HOST)
+
+    def let_go() -> None:
+        while state(4) != "idle":
+            continue
+        machine.release_all(CopyDirection.DEVICE_TO_HOST)
+
+    hook = model[1].register_forward_hook(lambda module, _, out: out.register_hook(hold) and None)
+    trained(torch.ones(2, 32)).sum().backward()
+    hook.remove()
+    engine.record_timeline(True)
+    engine.set_update_rate(2e4)  # 50 ms: the next forward begins meanwhile
+    optimizer.step()
+    helper = threading.Thread(target=let_go)
+    helper.start()
+    trained(torch.ones(2, 32))
+    helper.join()
+    uploads = [span for span in engine.take_timeline() if span[2] == "upload"]
+    trained.unwrap()
+    assert min(uploads, key=lambda span: span[3])[1] == 0
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+        self.second = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def test_a_unit_is_uploaded_during_the_backward_before_its_own():
+    """With two slots: one computes, the other is filled."""
+    model = nn.Sequential(*(TwoLayers() for _ in range(5)))
+    optimizer = adamw(model)
+    plan = forced_plan(model, "all")
+    trained = AutoHeteWrapper(model, optimizer, gpu_mem="16MiB", plan=plan).to("cpu")
+    seen = {}
+
+    def look(unit: int, gradient: Tensor) -> None:
+        seen[unit] = trained.run.engine.unit_state(unit - 1)[0]
+
+    def watch(module: nn.Module, inputs: tuple[Tensor], out: Tensor, unit: int) -> None:
+        out.register_hook(partial(look, unit))
+
+    for unit in (1, 2, 3, 4):
+        model[unit].first.register_forward_hook(partial(watch, unit=unit))
+    trained(torch.ones(2, 32)).sum().backward()
+    trained.unwrap()
+    assert set(seen) == {1, 2, 3, 4}
+    assert "host" not in seen.values()

@@ -107,6 +107,18 @@ def test_the_smallest_size_a_refusal_names_is_taken():
     wrap(model, adamw(model), cpu_mem=needed).unwrap()
 
 
+def test_the_check_before_the_first_step_counts_the_slots_that_are_made():
+    """One as large as the largest unit, one as the second largest."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 64), nn.Linear(64, 8))
+    with pytest.raises(InfeasibleError) as refused:
+        wrap(model, adamw(model), gpu_mem=1)
+    needed = int(str(refused.value).split("(")[1].split(" bytes")[0])
+    gradients = 2048 + 256  # of the second layer, its bias included
+    trained = wrap(model, adamw(model), gpu_mem=needed)
+    assert trained.run.side.used() == needed - gradients
+    trained.unwrap()
+
+
 def test_a_host_that_is_full_half_way_through_wrapping_leaves_nothing_attached(monkeypatch):
     import autohete.run
 

@@ -178,7 +178,7 @@ def formula_seconds(
         run = n[g] * s[g].b + loss
         B.append(max(0, run + c * again[g], stream, run - o * s[g].b + stream))
         if s[g].b < s[g].D:
-            leaving = (n[g] - o) * s[g].b + o * s[g].D + 2 * one[g].b - 3 * one[g].D
+            leaving = (n[g] - o) * s[g].b + o * s[g].D + one[g].b - 2 * one[g].D
             leaving += loss
             B[g] = max(B[g], leaving, leaving + (c - o) * again[g])
     bounds = [
@@ -224,6 +224,9 @@ def formula_seconds(
             for what, other in (("U", k.Hu), ("Hu", k.U)):
                 bounds.append(start + o * (t.f + t.b) + x * again[g] + queue(what, g) + loop)
                 bounds.append(start + y * (k.f + k.b) + queue(what, g + 1) + y * (k.D + other))
+            taken = extra + sum(B) + later_forward
+            bounds.append(taken + o * t.f + queue("Hu", g) + y * k.Hu)
+            bounds.append(taken + y * k.f + queue("Hu", g + 1))
             bounds.append(start + 2 * (p * t.H - window * k.H) + queue("U", g) + loop)
     return max(0, *bounds)
 

@@ -79,6 +79,29 @@ def test_recomputing_adds_a_forward() -> None:
     assert step(profile, plan_of(profile, recompute={0, 2})) == exactly(9 + 2)
 
 
+def test_recomputing_adds_what_it_was_measured_to_take() -> None:
+    profile = make_profile(trained(3, recompute_seconds=0.75))
+    plan = plan_of(profile, recompute={0, 2})
+    assert step(profile, plan) == exactly(9 + 2 * 0.75)
+    assert _C.lane_seconds(profile, plan)["compute"] == exactly(9 + 2 * 0.75)
+
+
+def test_every_tensor_of_the_gradients_pays_the_latency() -> None:
+    # b1 0-2, b0 2-4; D is 1 + 3 x 0.5, H is 1 + 0.5: D1 2-4.5, U1 -5.5, H1 -7; D0 4.5-7, U0 -8,
+    # H0 -9.5; f0 9.5-10.5, f1 10.5-11.5.
+    profile = make_profile(trained(2, grad_tensors=3), link_latency_seconds=0.5)
+    plan = plan_of(profile, state={0, 1})
+    assert step(profile, plan) == exactly(11.5)
+    assert _C.lane_seconds(profile, plan)["d2h"] == exactly(2 * 2.5)
+
+
+def test_compute_slows_down_while_copies_run() -> None:
+    # b1 0-2; D1 2-4 halves b0: 2-5; U1 4-5; H1 (2) 5-7 halves f0: 5-7; f1 7-8.
+    units = trained(2, param_bytes=2, grad_bytes=2)
+    profile = make_profile(units, compute_share_during_copy=0.5)
+    assert step(profile, plan_of(profile, state={1})) == exactly(8)
+
+
 def test_accumulation_repeats_the_walk_and_updates_once() -> None:
     profile = make_profile(trained(2), device_params_per_second=4.0, gradient_accumulation_steps=3)
     assert step(profile, plan_of(profile)) == exactly(18 + 2 * 0.25)
@@ -109,6 +132,18 @@ def test_gated_updates_start_when_the_whole_backward_has_ended() -> None:
     assert step(profile, plan, gated=True) == exactly(9)  # U1 4-7, H1 7-8, f1 8-9
 
 
+def test_what_was_updated_early_goes_up_when_the_step_is_taken() -> None:
+    # b1 0-4, b0 4-8; D1 4-5, U1 5-6; H1 8-13; f0 8-9, f1 13-14.
+    units = trained(2, backward_seconds=4.0)
+    profile = make_profile(units, h2d_bytes_per_second=0.2)
+    assert step(profile, plan_of(profile, state={1})) == exactly(14)
+    # From a slot of the window likewise: H1 8-13 again.
+    assert step(profile, plan_of(profile, parameters={1})) == exactly(14)
+    # As the paper's system does it: H1 6-11; f1 11-12.
+    assert step(profile, plan_of(profile, state={1}), early_uploads=True) == exactly(12)
+    assert step(profile, plan_of(profile, parameters={1}), early_uploads=True) == exactly(12)
+
+
 def test_only_the_unit_that_is_late_waits() -> None:
     # Three layers, the last offloaded: f0 and f1 run while U2 runs.
     profile = make_profile(trained(3), cpu_params_per_second=1 / 5)
@@ -135,6 +170,16 @@ def test_two_slots_upload_the_next_unit_while_one_computes() -> None:
     assert step(profile, plan_of(profile, parameters={0, 1, 2, 3})) == exactly(12)
 
 
+def test_a_large_unit_waits_for_the_slot_that_it_fits_in() -> None:
+    # Slots of 3 and 1. H0 0-1 into the small one, H1 1-2 into the large one; f0 1-2, f1 2-3; H2 3-6
+    # when the large one is free, H1 6-7 where unit 0 was; f2 6-7, b2 7-9, b1 9-11 with H0 9-10,
+    # b0 11-13. Slots of 3 and 3 would have H2 2-5, b2 6-8 and b0 10-12.
+    small = trained(2, num_parameters=0)
+    large = trained(1, kind="large", num_parameters=0, param_bytes=3, grad_bytes=3)
+    profile = make_profile(small + large, d2h_bytes_per_second=FAST)
+    assert step(profile, plan_of(profile, parameters={0, 1, 2}), gated=True) == exactly(13)
+
+
 def leaving_profile() -> _C.Profile:
     units = layers(6, param_bytes=3, grad_bytes=3, forward_seconds=1.0, backward_seconds=1.0)
     return make_profile(units, h2d_bytes_per_second=FAST)
@@ -146,6 +191,16 @@ def test_backward_waits_for_a_gradient_buffer_and_small_units_leave_first() -> N
     profile = leaving_profile()
     plan = plan_of(profile, state=set(range(6)))
     assert step(profile, plan) == exactly(22)
+
+
+def test_a_backward_on_the_device_waits_for_the_gradients_before_it() -> None:
+    # b5 0-1, b4 1-2, b3 2-3; D5 1-4, so b2 (of a unit that the device updates) 4-5, b1 5-6, b0 6-7;
+    # D3 4-7, D4 7-10; f0 7-8, f1 8-9, f2 9-10, f3 10-11, f4 11-12, f5 12-13.
+    profile = leaving_profile()
+    plan = plan_of(profile, state={3, 4, 5})
+    simulation = _C.simulate(profile, plan, policy())
+    assert simulation.step_seconds == exactly(13)
+    assert max(simulation.leaving_bytes) == 6
 
 
 def test_first_in_first_out_holds_up_the_next_forward() -> None:
