@@ -17,111 +17,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from autohete.distributed import Ranks
+from autohete.exchange_buckets import Bucket, Version, buckets_of, trained
 from autohete.units import Unit
-
-_ALIGNMENT = 64
-
-
-class _Version:
-    """A gradient, weakly, and its version counter."""
-
-    __slots__ = ("ref", "version")
-
-    def __init__(self, gradient: Tensor | None, version: int = 0) -> None:
-        # One object for as long as the gradient lives, so that it can be compared by identity.
-        self.ref = None if gradient is None else weakref.ref(gradient)
-        self.version = version if gradient is None else gradient._version
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Version):
-            return NotImplemented
-        return self.ref is other.ref and self.version == other.version
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-_NONE, _NEVER = _Version(None), _Version(None, -1)
-
-
-@dataclass
-class _Bucket:
-    """Parameters of one dtype of one unit, exchanged as one tensor, one flag each behind them."""
-
-    parameters: list[nn.Parameter]
-    numel: int = 0
-    known: list[_Version] = field(default_factory=list)
-    """The gradients as the last exchange left them."""
-    packed: list[_Version] = field(default_factory=list)
-    """As they were when they were packed."""
-
-    def __post_init__(self) -> None:
-        self.dtype = self.parameters[0].dtype
-        self.numel = sum(p.numel() for p in self.parameters)
-        length = self.numel + len(self.parameters)
-        self.nbytes = -(-length * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        self.known = [_NEVER] * len(self.parameters)
-
-    def versions(self) -> list[_Version]:
-        """Which gradients there are now, and how often they were written to."""
-        return [_Version(p.grad) for p in self.parameters]
-
-    def pack(self, flat: Tensor, num_ranks: int) -> None:
-        """Lay out this rank's share of the average, and which gradients it added to."""
-        self.packed = self.versions()
-        for p, view in zip(self.parameters, self._views(flat), strict=True):
-            if p.grad is None:
-                view.zero_()
-            else:
-                view.copy_(p.grad)
-        flat[: self.numel].div_(num_ranks)  # before the sum, which may overflow in half precision
-        flat[self.numel :] = 0
-        changed = torch.tensor(self.changed(), dtype=flat.dtype)
-        flat[self.numel : self.numel + len(changed)] = changed
-
-    def unpack(self, flat: Tensor) -> None:
-        """Take up the average where any rank has added to it; the rest stays, to the bit."""
-        changed = flat[self.numel : self.numel + len(self.parameters)].tolist()
-        self.known = self.packed
-        now = self.versions()
-        views = self._views(flat)
-        for i, (p, view) in enumerate(zip(self.parameters, views, strict=True)):
-            if not changed[i]:
-                continue
-            if now[i] == self.packed[i]:
-                if p.grad is None:
-                    p.grad = torch.empty_like(p)
-                p.grad.copy_(view)
-                self.known[i] = _Version(p.grad)
-            elif self.packed[i] == _NONE:  # what came since goes in another exchange
-                assert p.grad is not None
-                p.grad.add_(view)
-                self.known[i] = _NEVER
-            else:
-                raise RuntimeError(
-                    f"autohete: a gradient of shape {tuple(p.shape)} was added to after its unit "
-                    "had left backward, expected the order of the first backward; train with "
-                    "plain DistributedDataParallel where weights change their places in the graph"
-                )
-
-    def _views(self, flat: Tensor) -> list[Tensor]:
-        pieces = flat[: self.numel].split([p.numel() for p in self.parameters])
-        return [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
-
-    def changed(self) -> list[bool]:
-        """Which gradients this rank added to since the last exchange."""
-        now = self.versions()
-        return [n != _NONE and n != k for n, k in zip(now, self.known, strict=True)]
 
 
 @dataclass
@@ -130,7 +37,7 @@ class _Sent:
 
     unit: int
     memory: Tensor
-    parts: list[tuple[_Bucket, Tensor, Any]]
+    parts: list[tuple[Bucket, Tensor, Any]]
 
 
 class GradientExchange:
@@ -139,6 +46,8 @@ class GradientExchange:
     Args:
         prepare: makes a unit's gradients plain tensors that may be read and written.
         arrived: a unit's gradients are the averaged ones.
+        own_rows: each rank gets the average of the rows that it updates only, which is half of the
+            exchange.
     """
 
     def __init__(
@@ -147,18 +56,20 @@ class GradientExchange:
         units: list[Unit],
         prepare: Callable[[int], None],
         arrived: Callable[[int], None],
+        own_rows: bool = False,
     ) -> None:
         self._ranks = ranks
+        self.own_rows = own_rows
         self._prepare, self._arrived = prepare, arrived
         self._units = units
-        self._buckets = [_buckets_of(unit) for unit in units]
+        self._buckets = [buckets_of(unit, ranks, own_rows) for unit in units]
         self.order = list(reversed(range(len(units))))
         self.enabled = True
         self._in_flight = 1  # units on their way while the next computes
         self._next = 0  # place in the order
         self._left: set[int] = set()  # units whose backward is through
         self._late: set[int] | None = None  # units that wait for the end; None: not known yet
-        self._at_leave: dict[int, list[list[_Version]]] = {}  # in the first backward
+        self._at_leave: dict[int, list[list[Version]]] = {}  # in the first backward
         self._sent: deque[_Sent] = deque()
         self._spare: list[Tensor] = []  # buffers to pack in
         self._alone: set[int] = set()  # units with gradients of this rank only (no_sync)
@@ -229,7 +140,7 @@ class GradientExchange:
                 flat = memory[offset : offset + bucket.nbytes].view(bucket.dtype)
                 offset += bucket.nbytes
                 bucket.pack(flat, self._ranks.size)
-                work = dist.all_reduce(flat, group=self._ranks.exchange, async_op=True)
+                work = bucket.start(flat, self._ranks)
                 sent.parts.append((bucket, flat, work))
         self._sent.append(sent)
 
@@ -244,16 +155,16 @@ class GradientExchange:
             self._spare.append(sent.memory)
             self._arrived(sent.unit)
 
-    def _buckets_now(self, unit: int) -> list[_Bucket]:
+    def _buckets_now(self, unit: int) -> list[Bucket]:
         """The unit's buckets, made anew when parameters were frozen or thawed since."""
         have = [p for bucket in self._buckets[unit] for p in bucket.parameters]
-        wanted = _trained(self._units[unit])
+        wanted = trained(self._units[unit])
         if len(have) != len(wanted) or {id(p) for p in have} != {id(p) for p in wanted}:
-            self._buckets[unit] = _buckets_of(self._units[unit])
+            self._buckets[unit] = buckets_of(self._units[unit], self._ranks, self.own_rows)
             self._spare.clear()
         return self._buckets[unit]
 
-    def _make_buffer(self, buckets: list[_Bucket]) -> Tensor:
+    def _make_buffer(self, buckets: list[Bucket]) -> Tensor:
         device = buckets[0].parameters[0].device
         return torch.empty(self._largest(), dtype=torch.uint8, device=device)
 
@@ -264,7 +175,7 @@ class GradientExchange:
         with torch._C.DisableTorchFunctionSubclass():
             return any(any(bucket.changed()) for bucket in self._buckets[unit])
 
-    def _versions(self, unit: int) -> list[list[_Version]]:
+    def _versions(self, unit: int) -> list[list[Version]]:
         with torch._C.DisableTorchFunctionSubclass():
             return [bucket.versions() for bucket in self._buckets[unit]]
 
@@ -288,6 +199,23 @@ class GradientExchange:
             yield
         finally:
             self.enabled = before
+
+    @torch.no_grad()
+    def clip_own_rows(self, limit: float) -> None:
+        """Scale gradients of which each rank has its rows to at most this total norm. Collective.
+
+        As torch.nn.utils.clip_grad_norm_ does; a parameter that all have whole counts once.
+        """
+        square = torch.zeros((), dtype=torch.float64)
+        parts = [p for buckets in self._buckets for b in buckets for p in b.own_parts()]
+        for part, counts in parts:
+            if counts:
+                square += torch.linalg.vector_norm(part).double().cpu().square()
+        work = dist.all_reduce(square, group=self._ranks.host, async_op=True)
+        self._ranks.wait(work, "the norm of all gradients", self._ranks.host)
+        factor = min(limit / (square.sqrt().item() + 1e-6), 1.0)
+        for part, _ in parts if factor != 1.0 else ():
+            part.mul_(factor)
 
     def check_step(self) -> None:
         """Raise ValueError where a step would use gradients of this rank alone."""
@@ -325,14 +253,3 @@ class GradientExchange:
         self._in_flight = 0
         self._spare.clear()
         return before - self.device_bytes()
-
-
-def _trained(unit: Unit) -> list[nn.Parameter]:
-    return [p for p in unit.parameters if p.requires_grad and p.dtype.is_floating_point]
-
-
-def _buckets_of(unit: Unit) -> list[_Bucket]:
-    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in _trained(unit):
-        by_dtype.setdefault(parameter.dtype, []).append(parameter)
-    return [_Bucket(parameters) for parameters in by_dtype.values()]

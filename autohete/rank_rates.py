@@ -10,14 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from autohete import _C
 from autohete.distributed import Ranks
+from autohete.exchange_buckets import NEVER, Bucket, buckets_of
+from autohete.units import Unit
 
 _SMALL, _LEAST, _MOST = 4 << 10, 1 << 20, 32 << 20  # bytes
 _REPEATS = 3
@@ -25,16 +25,17 @@ _MOST_SECONDS = 2.0  # on one collective, so that a slow link is not timed for m
 _PIECES, _PIECE = 8, 192  # products of matrices of so many rows: compute beside a collective
 
 
-def stated_rates(ranks: Ranks, bytes_per_second: float) -> _C.RankProfile:
+def stated_rates(ranks: Ranks, bytes_per_second: float, own_rows: bool) -> _C.RankProfile:
     """Return what a user says of the link among the ranks: no latency, nothing else slows down.
 
     Args:
         bytes_per_second: that a rank sends and receives.
+        own_rows: gradients are averaged in rows only, which moves half.
     """
     rates = _C.RankProfile()
     rates.num_ranks = ranks.size
     share = (ranks.size - 1) / ranks.size
-    rates.exchange_bytes_per_second = bytes_per_second / (2 * share)
+    rates.exchange_bytes_per_second = bytes_per_second / (share if own_rows else 2 * share)
     rates.gather_bytes_per_second = bytes_per_second / share
     rates.device_gather_bytes_per_second = bytes_per_second / share
     rates.pack_bytes_per_second = 1e12
@@ -42,13 +43,16 @@ def stated_rates(ranks: Ranks, bytes_per_second: float) -> _C.RankProfile:
     return rates
 
 
-def measured_rates(ranks: Ranks, device: torch.device, unit_bytes: int) -> _C.RankProfile:
+def measured_rates(
+    ranks: Ranks, device: torch.device, unit_bytes: int, own_rows: bool
+) -> _C.RankProfile:
     """Time the collectives of a run. Collective; nothing of the run may be in flight.
 
     Args:
         unit_bytes: of the largest unit's gradients.
+        own_rows: gradients are averaged in rows only.
     """
-    timer = _Timer(ranks, device)
+    timer = _Timer(ranks, device, own_rows)
     large = max(_LEAST, min(unit_bytes, _MOST)) // _SMALL * _SMALL
     rates = _C.RankProfile()
     rates.num_ranks = ranks.size
@@ -79,17 +83,23 @@ def measured_rates(ranks: Ranks, device: torch.device, unit_bytes: int) -> _C.Ra
 class _Timer:
     """Collectives of the run's groups, on memory of their own, for as long as it lives."""
 
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        self._ranks, self._device = ranks, device
+    def __init__(self, ranks: Ranks, device: torch.device, own_rows: bool) -> None:
+        self._ranks, self._device, self._own_rows = ranks, device, own_rows
 
-    def start_exchange(self, flat: Tensor) -> Any:
-        return dist.all_reduce(flat, group=self._ranks.exchange, async_op=True)
+    def bucket(self, num_bytes: int) -> tuple[Bucket, Tensor]:
+        """What a unit of one parameter of so many bytes exchanges."""
+        p = nn.Parameter(torch.zeros(num_bytes // 4, device=self._device))
+        p.grad = torch.zeros_like(p)
+        (bucket,) = buckets_of(Unit("timed", [], [p]), self._ranks, self._own_rows)
+        flat = torch.zeros(bucket.nbytes // 4, device=self._device)
+        bucket.pack(flat, self._ranks.size)
+        return bucket, flat
 
     def exchange(self, num_bytes: int) -> Callable[[], None]:
-        flat = torch.zeros(num_bytes // 4, device=self._device)
+        bucket, flat = self.bucket(num_bytes)
 
         def run() -> None:
-            work = self.start_exchange(flat)
+            work = bucket.start(flat, self._ranks)
             self._ranks.wait(work, "timing the exchange of gradients", self._ranks.exchange)
             self._settle()
 
@@ -134,20 +144,20 @@ class _Timer:
 
     def pack_rate(self, num_bytes: int) -> float:
         """Bytes per second of what laying out and taking up gradients do, the mean of both."""
-        gradient = torch.zeros(num_bytes // 4, device=self._device)
-        flat = torch.zeros_like(gradient)
+        bucket, flat = self.bucket(num_bytes)
 
+        @torch.no_grad()
         def run() -> None:
-            flat.copy_(gradient)
-            flat.div_(self._ranks.size)
-            gradient.copy_(flat)
+            bucket.known = [NEVER]  # so that all is new
+            bucket.pack(flat, self._ranks.size)
+            bucket.unpack(flat)
             self._settle()
 
         return 2 * num_bytes / self.seconds(run)
 
     def shares(self, num_bytes: int) -> tuple[float, float]:
         """What compute and a collective keep of their rates beside each other, on shared cores."""
-        flat = torch.zeros(num_bytes // 4)
+        bucket, flat = self.bucket(num_bytes)
         a, b = torch.ones(_PIECE, _PIECE), torch.ones(_PIECE, _PIECE)
         alone = self.seconds(self.exchange(num_bytes))
 
@@ -161,7 +171,7 @@ class _Timer:
         for _ in range(_REPEATS):
             self._ranks.gather(None)
             start = time.perf_counter()
-            work = self.start_exchange(flat)
+            work = bucket.start(flat, self._ranks)
             ended = 0.0
             for _ in range(pieces):
                 torch.mm(a, b)

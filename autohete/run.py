@@ -116,6 +116,11 @@ class Run:
                 "autohete.CPUAdamW (not differentiable) on a GPU; others are stepped on the host "
                 'device only, .to("cpu")'
             )
+        if self.ranks and not config.whole_gradients and not self.bridge.native:
+            raise ValueError(
+                f"whole_gradients is False and the optimizer {type(optimizer).__name__}, expected "
+                "AdamW, Adam or autohete.CPUAdamW; others step whole parameters on every rank"
+            )
         masters_kept = check_budgets(self.units, self.bridge, config, self.gpu_mem, self.cpu_mem)
         self.side: Side = (
             HostSide(self.gpu_mem, self.cpu_mem, pin=config.pin)
@@ -133,6 +138,7 @@ class Run:
                 self.units,
                 prepare=lambda unit: alive.settle_gradients(unit),
                 arrived=lambda unit: alive.send_gradients(unit),
+                own_rows=not config.whole_gradients,
             )
         self.plans = RunPlan(
             config, self.units, self.bridge, self.side, self.engine, self.cpu_mem, self.ranks,

@@ -399,11 +399,11 @@ class RunPlan:
 
     def _rates_among(self, ranks: Ranks) -> _C.RankProfile:
         """Collective."""
-        stated = self._config.rank_bandwidth
+        stated, own_rows = self._config.rank_bandwidth, not self._config.whole_gradients
         if stated is not None:
-            return stated_rates(ranks, float(stated))
+            return stated_rates(ranks, float(stated), own_rows)
         largest = max(size[1] for size in self.sizes())
-        return measured_rates(ranks, self._side.torch_device, largest)
+        return measured_rates(ranks, self._side.torch_device, largest, own_rows)
 
     def _num_updated(self) -> int:
         """Of several ranks, how many this one updates."""

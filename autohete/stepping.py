@@ -188,10 +188,18 @@ class OptimizerBridge:
             with torch.enable_grad():
                 loss = closure()
         found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is not None and self._run.exchange and self._run.exchange.own_rows:
+            raise ValueError(
+                "step(): a GradScaler reads every gradient and whole_gradients is False, expected "
+                "it True; or train in bfloat16, which needs no scaler"
+            )
         if found_inf is not None and float(found_inf) != 0:
             return loss
         limit = self._run.config.max_grad_norm
-        if limit is not None:
+        exchange = self._run.exchange
+        if limit is not None and exchange and exchange.own_rows:
+            exchange.clip_own_rows(limit)
+        elif limit is not None:
             nn.utils.clip_grad_norm_(self._run.model.parameters(), limit)
         with self._run.lock:
             self._run.step()

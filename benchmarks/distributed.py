@@ -1,11 +1,16 @@
-"""Several ranks on the host device, against FSDP2 with CPUOffloadPolicy.
+"""Several ranks on the host device, against FSDP2 with CPUOffloadPolicy, or our own zero_offload.
 
     python benchmarks/distributed.py --ranks 2
+    python benchmarks/distributed.py --ranks 2 --r 1 --link 200e6
 
 The same model, data, ranks and threads, over gloo. Both live in the same processes and take turns,
 a few steps each per round, so that whatever else the machine does falls on both. Printed: medians
-of a step, their ratio, the share of FSDP2's step that its optimizer takes, and how much of what
-ours does on the CPU lane is hidden.
+of a step, their ratio, the share of FSDP2's step that its optimizer takes, the predicted step, and
+how much of what ours does on the CPU lane is hidden: the steps wait for the rest.
+
+With --r both are ours, everything offloaded, in the order of autohete and of ZeRO-Offload (whose
+parameters stay on the device); updates are throttled to r times what a rank computes, links to
+--link. Only so does a small machine have lanes of a GPU's proportions.
 """
 
 from __future__ import annotations
@@ -27,18 +32,23 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from autohete import AutoHeteWrapper
+from autohete._C import CopyDirection
 from autohete.demo.gpt import GPT, GPTConfig
+from autohete.layout import safest_plan
+from autohete.planning import ActivationRule, Plan, Tier
+from autohete.units import find_units
 
 Step = Callable[[], dict[str, float]]
 
 
-def fsdp2(model: nn.Module, size: int, batches: Any) -> Step:
+def fsdp2(model: nn.Module, size: int, batches: Any, optimizer_kind: str) -> Step:
     mesh = init_device_mesh("cpu", (size,))
     policy = CPUOffloadPolicy(pin_memory=False)
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh, offload_policy=policy)
     fully_shard(model, mesh=mesh, offload_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    kind = {"fused": True} if optimizer_kind == "fused" else {}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **kind)
 
     def step() -> dict[str, float]:
         start = time.perf_counter()
@@ -52,9 +62,13 @@ def fsdp2(model: nn.Module, size: int, batches: Any) -> Step:
     return step
 
 
-def ours(model: nn.Module, batches: Any, gpu_mem: str) -> tuple[Step, AutoHeteWrapper]:
+def ours(
+    model: nn.Module, batches: Any, gpu_mem: str, **keywords: Any
+) -> tuple[Step, AutoHeteWrapper]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    trained = AutoHeteWrapper(model, optimizer, gpu_mem=gpu_mem, profile_path=None).to("cpu")
+    trained = AutoHeteWrapper(model, optimizer, gpu_mem=gpu_mem, profile_path=None, **keywords).to(
+        "cpu"
+    )
 
     def step() -> dict[str, float]:
         start = time.perf_counter()
@@ -86,13 +100,24 @@ def measure(rank: int, options: argparse.Namespace, store: str) -> None:
         num_layers=options.layers, width=options.width, num_heads=8, context=options.context
     )
     model = GPT(config)
-    peer = fsdp2(copy.deepcopy(model), size, random_batches(options, rank))
-    own, trained = ours(model, random_batches(options, rank), options.gpu_mem)
+    if options.r:
+        measure_orders(rank, options, model)
+        dist.destroy_process_group()
+        return
+    batches = random_batches(options, rank)
+    peer = fsdp2(copy.deepcopy(model), size, batches, options.peer_adamw)
+    own, trained = ours(
+        model,
+        random_batches(options, rank),
+        options.gpu_mem,
+        whole_gradients=not options.own_rows,
+    )
     for step in (peer, own):  # the first steps are measured for a plan, and warm up
         for _ in range(4):
             step()
     trained.synchronize()
     seconds: dict[str, list[float]] = {"fsdp2": [], "fsdp2 optimizer": [], "ours": []}
+    before = trained.run.engine.counters()  # type: ignore[union-attr]
     for _ in range(options.rounds):
         dist.barrier()
         for _ in range(options.steps):
@@ -107,9 +132,77 @@ def measure(rank: int, options: argparse.Namespace, store: str) -> None:
         seconds["ours"].append((time.perf_counter() - start) / options.steps)
     if rank == 0:
         show(options, model, seconds, trained)
+        show_hidden(before, trained)
     dist.barrier()
     trained.unwrap()
     dist.destroy_process_group()
+
+
+def show_hidden(before: dict[str, Any], trained: AutoHeteWrapper) -> None:
+    now = trained.run.engine.counters()  # type: ignore[union-attr]
+    busy = now["cpu_busy_seconds"] - before["cpu_busy_seconds"]
+    waited = now["wait_update_seconds"] - before["wait_update_seconds"]
+    if busy > 0:
+        print(
+            f"updates: busy {busy:.3f} s, waited for {waited:.3f} s: hidden {1 - waited / busy:.2f}"
+        )
+
+
+def all_offloaded(model: nn.Module, strategy: str) -> Plan:
+    plan = Plan()
+    units = safest_plan(find_units(model), native=True)
+    for unit in units:
+        unit.activations = ActivationRule.KEEP
+        if strategy == "zero_offload":
+            unit.parameters = Tier.DEVICE
+    plan.units, plan.window, plan.chunk_bytes = units, 4, 1 << 20
+    return plan
+
+
+def measure_orders(rank: int, options: argparse.Namespace, model: nn.Module) -> None:
+    """Ours in two orders of work, lanes throttled alike."""
+    batches = random_batches(options, rank)
+    for _ in range(3):  # forward and backward alone, all ranks at once
+        dist.barrier()
+        start = time.perf_counter()
+        model(*next(batches)).backward()
+        compute = time.perf_counter() - start
+        model.zero_grad()
+    everywhere = torch.tensor([compute])
+    dist.all_reduce(everywhere)
+    compute = everywhere.item() / options.ranks
+    rows = sum(p.numel() for p in model.parameters()) / options.ranks
+    loops: dict[str, tuple[Step, AutoHeteWrapper]] = {}
+    for strategy in ("autohete", "zero_offload"):
+        twin = copy.deepcopy(model)
+        plan = all_offloaded(twin, strategy)
+        keywords = {"strategy": strategy, "plan": plan, "num_workers": 1}
+        loops[strategy] = ours(twin, random_batches(options, rank), "16GiB", **keywords)
+        run: Any = loops[strategy][1].run
+        run.engine.set_update_rate(rows / (options.r * compute))
+        if options.link:
+            for way in (CopyDirection.HOST_TO_DEVICE, CopyDirection.DEVICE_TO_HOST):
+                run.side.machine.set_link(way, options.link)
+    seconds: dict[str, list[float]] = {strategy: [] for strategy in loops}
+    for round_number in range(options.rounds + 1):
+        for strategy, (step, trained) in loops.items():
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(options.steps):
+                step()
+            trained.synchronize()
+            if round_number:  # the first warms up
+                seconds[strategy].append((time.perf_counter() - start) / options.steps)
+    if rank == 0:
+        print(f"{options.ranks} ranks, {rows * options.ranks / 1e6:.1f} M parameters, compute "
+              f"{compute * 1e3:.1f} ms, updates {options.r} of it, links "
+              f"{options.link or 'not throttled'}, load {os.getloadavg()[0]:.1f}")  # fmt: skip
+        medians = {name: statistics.median(values) for name, values in seconds.items()}
+        for name, value in medians.items():
+            print(f"{name:16} {value * 1e3:8.1f} ms   from {min(seconds[name]) * 1e3:.1f}")
+        print(f"zero_offload / autohete {medians['zero_offload'] / medians['autohete']:.3f}")
+    for _, trained in loops.values():
+        trained.unwrap()
 
 
 def show(
@@ -142,6 +235,10 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--gpu-mem", default="4GiB")
+    parser.add_argument("--peer-adamw", choices=["fused", "default"], default="fused")
+    parser.add_argument("--own-rows", action="store_true", help="whole_gradients=False")
+    parser.add_argument("--r", type=float, default=0.0, help="updates over compute; two orders")
+    parser.add_argument("--link", type=float, default=0.0, help="bytes a second each way, with --r")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4)
     options = parser.parse_args()
