@@ -324,6 +324,12 @@ CASES = {
     "a profile that is a number": Case(
         lambda f: wrap(profile_path=5), "profile_path is 5", "a path", "or None to write nothing"
     ),
+    "no bandwidth among ranks": Case(
+        lambda f: wrap(rank_bandwidth=0),
+        "rank_bandwidth is 0",
+        "bytes per second above 0",
+        "expected bytes per second",
+    ),
     "a plan that is none": Case(
         lambda f: wrap(plan=5), "plan is 5", "a Plan or the path", "a Plan or the path"
     ),
