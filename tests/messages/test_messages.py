@@ -26,7 +26,6 @@ CASES: dict[str, Case] = {
 # Messages that no case here brings about -> why; each is a part of the message in the sources.
 EXCUSED = {
     "has no attribute": "Python's own words for a wrong name",
-    "the compiled core is not built": "tests/test_packaging.py, in a copy of the package",
     "expected pinned memory that the GPU reads": "needs a GPU that refuses",
     "this build has no CUDA side": "needs a CUDA torch",
     "torch sees no GPU": "needs a CUDA torch",
