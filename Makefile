@@ -29,6 +29,7 @@ CPP_FILES = $(shell git ls-files '*.cpp' '*.h')
 
 demo: build
 	$(VENV)/bin/autohete demo $(ARGS)
+	@echo "for the autohete command and the examples: . $(VENV)/bin/activate" >&2
 
 test: build $(STAMPS)/test
 	$(PY) -m pytest -n auto -m "not slow and not gpu" $(ARGS)

@@ -7,6 +7,8 @@ is compiled at import, no GPU or driver is looked for.
 from __future__ import annotations
 
 import sys
+from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -55,6 +57,31 @@ def remedy(name: str, error: ImportError) -> str:
     return f"autohete: {name} does not load ({text}); build it again: {_REBUILD}"
 
 
+def installed_elsewhere() -> Path | None:
+    """Return the folder of a built autohete that this one hides, if there is one.
+
+    Python looks in the current folder first, so from a clone's root the sources are imported.
+    """
+    here = Path(__file__).resolve().parent
+    for distribution in metadata.distributions(name="autohete"):
+        package = Path(str(distribution.locate_file("autohete"))).resolve()
+        if package != here and (package / "_build_info.py").is_file():
+            return package
+    return None
+
+
+def not_built() -> str:
+    """Say in one line that the core is not built, and what to do."""
+    other = installed_elsewhere()
+    if other is None:
+        return f"autohete: the compiled core is not built; build it: {_REBUILD}"
+    return (
+        f"autohete: these are the sources, {Path(__file__).resolve().parent}, whose compiled core "
+        f"is not built; they hide the installed autohete in {other}: run from another folder, or "
+        "build here: `make build` or `pip install --no-build-isolation -e .`"
+    )
+
+
 def load(name: str) -> ModuleType:
     """Import autohete.`name` ("_C", "_glpk").
 
@@ -64,9 +91,7 @@ def load(name: str) -> ModuleType:
     try:
         from autohete import _build_info
     except ImportError:
-        raise ImportError(
-            f"autohete: the compiled core is not built; build it: {_REBUILD}"
-        ) from None
+        raise ImportError(not_built()) from None
     check_build(
         _build_info.TORCH_VERSION,
         _build_info.PYTHON_TAG,

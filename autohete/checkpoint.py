@@ -44,7 +44,7 @@ def write_whole(path: PathLike, content: Mapping[str, Any]) -> None:
     """
     target = Path(path).resolve()
     part = target.with_name(target.name + ".part")
-    with _locked(part) as descriptor:
+    with _locked(part, target) as descriptor:
         try:
             torch.save(dict(content), part)
             os.fsync(descriptor)
@@ -60,8 +60,11 @@ def write_whole(path: PathLike, content: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+def _locked(path: Path, target: Path) -> Iterator[int]:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:  # the user knows of no NAME.part
+        raise OSError(error.errno, error.strerror, str(target)) from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

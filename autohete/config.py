@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autohete.distributed import ranks_here
+from autohete.distributed import rank_of_launch, ranks_here
 from autohete.planning import STRATEGIES, Plan, format_bytes, parse_bytes
 from autohete.units import Layers
 
@@ -29,7 +29,8 @@ class Config:
     plan: Plan | str | Path | None = None
     """A plan, or an autohete_profile.json that holds one; left out: made after the first step."""
     profile_path: str | Path | None = "autohete_profile.json"
-    """Where the measured profile and the plan are written; None writes nothing."""
+    """Where the measured profile and the plan are written; None writes nothing. A file that cannot
+    be written then is a warning: training does not need it."""
     precision: str | None = None
     """"fp32", "bf16" or "fp16" (half parameters, fp32 masters); left out: what the model is."""
     gradient_accumulation_steps: int = 1
@@ -80,6 +81,7 @@ class Config:
             raise ValueError(
                 f"plan is {self.plan!r}, expected a Plan or the path of a profile file"
             )
+        self._check_profile_path()
         if self.early_updates not in (True, False, "in_place"):
             raise ValueError(
                 f'early_updates is {self.early_updates!r}, expected True, False or "in_place"'
@@ -99,6 +101,18 @@ class Config:
             raise ValueError(f"num_workers is {workers!r}, expected a whole number from 1 to 4096")
         if norm is not None and not (isinstance(norm, (int, float)) and norm > 0):
             raise ValueError(f"max_grad_norm is {norm!r}, expected a number above 0, or None")
+
+    def _check_profile_path(self) -> None:
+        path = self.profile_path
+        if not isinstance(path, (str, Path, type(None))):
+            raise ValueError(f"profile_path is {path!r}, expected a path, or None to write nothing")
+        if path is None or rank_of_launch() != 0:  # only the first rank writes it
+            return
+        if not Path(path).parent.is_dir() or Path(path).is_dir():
+            raise ValueError(
+                f"profile_path is {str(path)!r}, expected a file in a folder that is there; make "
+                "the folder, name a file, or give None to write nothing"
+            )
 
     def updates_early(self) -> bool:
         """Whether updates may run ahead of step(): wanted, and part of the strategy."""

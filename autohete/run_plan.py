@@ -19,6 +19,7 @@ from autohete.config import Config
 from autohete.devices import Side
 from autohete.distributed import Ranks
 from autohete.exchange import GradientExchange
+from autohete.kept_profile import KeptProfile
 from autohete.layout import safest_plan
 from autohete.measure import StepMeter
 from autohete.measured_profile import build_profile, hardware_of, lane_rates
@@ -33,7 +34,6 @@ from autohete.planning import (
     load_profile,
     make_plan,
     minimum_gpu_mem,
-    save_profile,
     summarise_plan,
 )
 from autohete.rank_plans import agree_on_plan, everywhere, merged_profile
@@ -66,6 +66,7 @@ class RunPlan:
         self._cpu_mem = cpu_mem
         self._ranks = ranks
         self._exchange = exchange
+        self._kept = KeptProfile(config.profile_path)
         self.plan: Plan | None = None
         self.profile: _C.Profile | None = None
         self.placements: list[_C.UnitPlan] = []
@@ -210,8 +211,8 @@ class RunPlan:
         self._side.reset_peak()
         _log.info("autohete: planned: %s", summarise_plan(plan))
         first = self._ranks is None or self._ranks.rank == 0
-        if first and self._config.profile_path is not None:
-            save_profile(self._config.profile_path, self.profile, plan)
+        if first:
+            self._kept.write(self.profile, plan)
 
     def _agree(self, profile: _C.Profile) -> Plan:
         """Make a plan with all ranks; where memory is short, for an exchange without overlap."""

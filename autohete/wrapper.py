@@ -19,6 +19,7 @@ from autohete.config import Config
 from autohete.distributed import device_of_launch
 from autohete.layout import check_types
 from autohete.planning import Plan
+from autohete.planning.profile_file import write_atomically
 from autohete.run import Run
 from autohete.run_report import RunReport, chrome_trace
 from autohete.run_trace import RunTrace
@@ -188,6 +189,7 @@ class AutoHeteWrapper(nn.Module):
 
         Raises:
             ValueError: `path` is given and no trace is on.
+            OSError: it cannot be written; the trace goes on, for another path.
         """
         run = self._the_run("trace")
         if path is None:
@@ -201,10 +203,10 @@ class AutoHeteWrapper(nn.Module):
                 "it shall hold; call trace(), train some steps, then trace(path)"
             )
         run.synchronize()
-        spans = run.trace.spans()
+        trace = chrome_trace(run.trace.spans(), [u.name for u in run.units])
+        write_atomically(Path(path), json.dumps(trace))
         run.plans.tracing, run.trace = False, None
         run.engine.record_timeline(False)
-        Path(path).write_text(json.dumps(chrome_trace(spans, [u.name for u in run.units])))
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Keep gradients of the backward passes inside this rank's own, as DDP's no_sync() does.

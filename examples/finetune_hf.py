@@ -4,9 +4,10 @@
     python examples/finetune_hf.py --shape llama --check
     python examples/finetune_hf.py --device cuda
 
-The configurations are small and the weights random, so nothing is downloaded; for a real model put
-`AutoModelForCausalLM.from_pretrained(...)` where `build` is called. --check trains the same model
-under plain PyTorch with autohete.CPUAdamW and prints the largest difference of the weights.
+It needs transformers (`pip install transformers`). The configurations are small and the weights
+random, so nothing is downloaded; for a real model put `AutoModelForCausalLM.from_pretrained(...)`
+where `build` is called. --check trains the same model under plain PyTorch with autohete.CPUAdamW
+and prints the largest difference of the weights.
 """
 
 from __future__ import annotations

@@ -130,6 +130,26 @@ def test_a_tree_that_was_never_built_says_so(copy_of_the_package: Path) -> None:
     assert "is not built" in done.stderr.strip().splitlines()[-1]
 
 
+def test_sources_that_hide_an_installed_autohete_say_so(
+    copy_of_the_package: Path, tmp_path: Path
+) -> None:
+    site = tmp_path / "site-packages"
+    shutil.copytree(copy_of_the_package, site / "autohete")
+    (site / "autohete-1.0.dist-info").mkdir()
+    (site / "autohete-1.0.dist-info/METADATA").write_text("Name: autohete\nVersion: 1.0\n")
+    (copy_of_the_package / "_build_info.py").unlink()
+    path = os.pathsep.join([str(copy_of_the_package.parent), str(site)])
+    code = "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f)]\n"
+    done = run(
+        sys.executable, "-c", code + "import autohete._native", cwd=tmp_path, PYTHONPATH=path
+    )
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    for part in (str(copy_of_the_package), str(site / "autohete"), "run from another folder"):
+        assert part in last
+    assert "make build" in last and "pip install --no-build-isolation -e ." in last
+
+
 def test_import_needs_no_compiler_no_gpu_and_no_writable_home(tmp_path: Path) -> None:
     done = import_native(PACKAGE, PATH="", CXX="", CUDA_VISIBLE_DEVICES="", HOME="/nonexistent")
     assert done.returncode == 0, done.stderr

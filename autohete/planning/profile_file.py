@@ -203,8 +203,15 @@ def load_profile(path: str | os.PathLike[str]) -> tuple[_C.Profile, _C.Plan | No
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by a file with this text; on failure the old one is untouched."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    """Replace `path` by a file with this text; on failure the old one is untouched.
+
+    Raises:
+        OSError: it cannot be written; names `path`, not the temporary file beside it.
+    """
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)

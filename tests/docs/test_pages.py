@@ -151,6 +151,18 @@ def test_commands_and_their_options_exist(page: Path) -> None:
             assert option in known, f"{relative(page)}: {command}"
 
 
+def test_who_is_told_of_make_demo_is_told_how_to_enter_its_environment() -> None:
+    pages = [page for page in PAGES if "make demo " in page.read_text(encoding="utf-8")]
+    assert pages
+    for page in pages:
+        after = "\n".join(blocks(page, "sh")).partition("make demo ")[2]
+        assert ". .venv/bin/activate" in after.partition("autohete ")[0], relative(page)
+    told = subprocess.run(
+        ["make", "--dry-run", "demo"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert ". .venv/bin/activate" in told.stdout.splitlines()[-1]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=relative)
 def test_files_that_are_named_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")

@@ -194,6 +194,8 @@ def test_the_interpreter_ends_with_updates_in_flight(held):
 
 def test_an_interrupt_ends_a_wait_for_a_copy():
     done = script("""
+        # What a shell's `nohup` or `&` ignores is ignored in a child too.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         machine.hold(CopyDirection.DEVICE_TO_HOST)
         plain_loop(trained, optimizer, 1)
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()

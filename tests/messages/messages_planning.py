@@ -14,6 +14,7 @@ from message_case import Case
 
 from autohete import planning
 from autohete.planning import InfeasibleError, make_plan, plan_for
+from autohete.planning.cluster import Cluster
 from autohete.planning.gpt2_shape import GPT2Shape
 from autohete.planning.hardware import available_host_bytes
 from autohete.planning.library import find_machine
@@ -114,6 +115,12 @@ RECOMPUTE = planning.ActivationRule.RECOMPUTE
 PARSE = planning.parse_bytes
 
 CASES = {
+    "devices that machines do not divide": Case(
+        lambda f: Cluster(devices=3, machines=2),
+        "devices is 3 on 2 machines",
+        "the same number on each",
+        "give a multiple of the machines",
+    ),
     # ---- sizes
     "a size that is no size": Case(
         lambda f: PARSE([1], "gpu_mem"), "[1]", "bytes or a string", "'24GiB'"

@@ -315,6 +315,21 @@ CASES = {
         "load a checkpoint, and wrap with early_updates=True",
         RuntimeError,
     ),
+    "a profile into no folder": Case(
+        lambda f: wrap(profile_path=f / "nowhere" / "profile.json"),
+        "nowhere/profile.json",
+        "a file in a folder that is there",
+        "make the folder, name a file, or give None",
+    ),
+    "a profile that is a number": Case(
+        lambda f: wrap(profile_path=5), "profile_path is 5", "a path", "or None to write nothing"
+    ),
+    "no bandwidth among ranks": Case(
+        lambda f: wrap(rank_bandwidth=0),
+        "rank_bandwidth is 0",
+        "bytes per second above 0",
+        "expected bytes per second",
+    ),
     "a plan that is none": Case(
         lambda f: wrap(plan=5), "plan is 5", "a Plan or the path", "a Plan or the path"
     ),
