@@ -1,8 +1,9 @@
 """What benchmarks/prediction.py knows of models and machine before it predicts anything.
 
-A model's layers are timed, and their bytes counted, at two batch sizes under the plan that needs
-least, several passes each, medians; another batch lies on the line between the two. The links' and
-the CPU lane's rates are stated (throttles); what a copy takes beyond its bytes is measured there.
+A model's layers are timed, and their bytes counted, at two batch sizes with everything on the
+device, in turn kept and recomputed, several passes each, medians; another batch lies on the line
+between the two. The links' and the CPU lane's rates are stated (throttles). What a copy takes
+beyond its bytes, and what compute loses beside copies and updates, is measured under two plans.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -25,12 +27,12 @@ from autohete.demo.gpt import GPT, Block, GPTConfig
 from autohete.layout import safest_plan
 from autohete.measure import StepMeter
 from autohete.measured_profile import build_profile
-from autohete.planning import Profile, Tier
+from autohete.planning import ActivationRule, Profile, Tier
 from autohete.sized_profiles import blend
 from autohete.units import find_units
 
 CHUNK = 1 << 20
-PASSES = 8  # timed, after two that are not
+PASSES = 6  # timed, after two that are not
 _DIRECTIONS = (CopyDirection.HOST_TO_DEVICE, CopyDirection.DEVICE_TO_HOST)
 
 
@@ -160,17 +162,23 @@ class Loop:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def recompute(self, on: bool) -> None:
+        """Recompute every layer from now on, or none."""
+        for placed, unit in zip(self.run.plans.placements, self.run.units, strict=True):
+            rule = ActivationRule.RECOMPUTE if on and unit.is_layer else ActivationRule.KEEP
+            placed.activations = rule
+
     def close(self) -> None:
         self.wrapped.unwrap()
 
 
-def plan_like(job: Job, *, on_device: bool) -> Plan:
-    """Everything on the host and recomputed, or everything on the device."""
+def plan_like(job: Job, *, parameters: Tier, state: Tier) -> Plan:
+    """Every layer recomputed; parameters, and gradients and state, in a given place."""
     plan = Plan()
     units = safest_plan(find_units(job.build()), native=True)
     for unit in units:
-        if on_device:
-            unit.parameters = unit.gradients = unit.optimizer_state = Tier.DEVICE
+        unit.parameters = parameters if unit.parameters == Tier.HOST else Tier.DEVICE
+        unit.gradients = unit.optimizer_state = state
     plan.units, plan.chunk_bytes = units, CHUNK
     plan.strategy = "autohete"
     return plan
@@ -182,72 +190,74 @@ def calibrate(job: Job, batches: tuple[int, int], throttle: Throttle) -> tuple[P
     hardware.cpu_params_per_second = throttle.updates_per_second
     hardware.h2d_bytes_per_second = hardware.d2h_bytes_per_second = throttle.link_bytes_per_second
     hardware.device_params_per_second = _device_update_rate(job, batches[0])
-    small, large = (_alone(job, batch, hardware) for batch in batches)
-    _add_contention(job, batches[1], throttle, hardware, large)
-    small.hardware = large.hardware = hardware
+    profiles = _alone(job, batches, hardware)
+    _add_contention(job, batches[1], throttle, hardware)
+    for profile in profiles:
+        profile.hardware = hardware
+    return profiles
+
+
+def _alone(
+    job: Job, batches: tuple[int, int], hardware: HardwareProfile
+) -> tuple[Profile, Profile]:
+    """The units' seconds while nothing is copied or updated, and their bytes.
+
+    Both batches, kept and recomputed, take turns: what else happens to the machine falls on all.
+    """
+    plan = plan_like(job, parameters=Tier.DEVICE, state=Tier.DEVICE)
+    loop = Loop(job, plan, batches[1], None)
+    data = {batch: job.data(batch) for batch in batches}
+    seen: dict[tuple[int, bool], list[_Pass]] = {}
+    for _ in range(2 + PASSES):
+        for batch in batches:
+            for recompute in (True, False):
+                loop.data = data[batch]
+                loop.recompute(recompute)
+                seen.setdefault((batch, recompute), []).append(_watch(loop, hardware))
+    loop.close()
+    small, large = (_together(seen[b, True][2:], seen[b, False][2:], hardware) for b in batches)
     return small, large
 
 
 @dataclass
-class _Passes:
-    """Some steps of one loop, watched."""
+class _Pass:
+    """One watched step."""
 
-    profiles: list[Profile]
-    outside: list[float]
-    """Seconds of each step that no unit took, waits left out."""
-    spans: list[tuple[Any, ...]]
-    seconds: float
+    profile: Profile
+    outside: float
+    """Seconds that no unit took, waits left out."""
 
 
-def _watch(loop: Loop, hardware: HardwareProfile) -> _Passes:
+def _watch(loop: Loop, hardware: HardwareProfile) -> _Pass:
     run = loop.run
+    meter = run.plans.watch()
+    begin = time.perf_counter() - _waited(run)
     loop.step()
-    run.engine.record_timeline(True)
-    passes = _Passes([], [], [], 0.0)
-    start = time.perf_counter()
-    for _ in range(PASSES):
-        meter = run.plans.watch()
-        begin = time.perf_counter() - _waited(run)
-        loop.step()
-        seconds = time.perf_counter() - _waited(run) - begin
-        run.plans.stop_watching()
-        passes.profiles.append(build_profile(meter, run.units, run.plans.sizes(), hardware))
-        passes.outside.append(seconds - _inside(meter))
-    passes.seconds = time.perf_counter() - start
-    run.synchronize()
-    passes.spans = run.engine.take_timeline()
-    loop.close()
-    return passes
+    seconds = time.perf_counter() - _waited(run) - begin
+    run.plans.stop_watching()
+    profile = build_profile(meter, run.units, run.plans.sizes(), hardware)
+    return _Pass(profile, seconds - _inside(meter))
 
 
-def _alone(job: Job, batch: int, hardware: HardwareProfile) -> Profile:
-    """The units' seconds while nothing is copied or updated, and their bytes."""
-    plan = plan_like(job, on_device=True)
-    passes = _watch(Loop(job, plan, batch, None), hardware)
-    profile = Profile(passes.profiles[-1])
-    profile.units = _medians([p.units for p in passes.profiles])
-    update = sum(u.num_parameters for u in profile.units) / hardware.device_params_per_second
-    profile.outside_seconds = max(median(passes.outside) - update, 0.0)
+def _together(again: list[_Pass], kept: list[_Pass], hardware: HardwareProfile) -> Profile:
+    """Bytes as the recomputing passes show them; seconds from both.
+
+    Recomputing takes what a pass that recomputes takes more.
+    """
+    profile = Profile(again[-1].profile)
+    bytes_of = _medians([p.profile.units for p in again])
+    seconds_of = _medians([p.profile.units for p in kept])
+    for unit, plain in zip(bytes_of, seconds_of, strict=True):
+        more = unit.forward_seconds + unit.backward_seconds + unit.recompute_seconds
+        unit.forward_seconds = plain.forward_seconds
+        unit.backward_seconds = plain.backward_seconds
+        unit.recompute_seconds = max(more - plain.forward_seconds - plain.backward_seconds, 0.0)
+    profile.units = bytes_of
+    update = sum(u.num_parameters for u in bytes_of) / hardware.device_params_per_second
+    profile.outside_seconds = max(median(p.outside for p in kept) - update, 0.0)
     profile.gradients_persist = False
     profile.chunk_bytes = CHUNK
     return profile
-
-
-def _add_contention(
-    job: Job, batch: int, throttle: Throttle, hardware: HardwareProfile, alone: Profile
-) -> None:
-    """What compute keeps of its speed while the CPU lane is busy, and what a chunk takes more."""
-    plan = plan_like(job, on_device=False)
-    passes = _watch(Loop(job, plan, batch, throttle), hardware)
-    hardware.link_latency_seconds = _latency(passes.spans, throttle)
-    beside = median(_compute(p) for p in passes.profiles)
-    busy = sum(s[4] - s[3] for s in passes.spans if s[0] == 3) / passes.seconds
-    kept = (_compute(alone) / beside - (1 - busy)) / busy
-    hardware.compute_share_during_cpu = min(max(kept, 0.1), 1.0)
-
-
-def _compute(profile: Profile) -> float:
-    return sum(2 * u.forward_seconds + u.backward_seconds for u in profile.units)
 
 
 def _waited(run: Any) -> float:
@@ -265,22 +275,111 @@ def _medians(passes: list[list[UnitProfile]]) -> list[UnitProfile]:
 
 def _median_unit(same: list[UnitProfile]) -> UnitProfile:
     unit = UnitProfile(same[-1])
-    for name in ("forward_seconds", "backward_seconds"):
+    for name in ("forward_seconds", "backward_seconds", "recompute_seconds"):
         setattr(unit, name, median(getattr(u, name) for u in same))
     for name in ("activation_bytes", "checkpoint_bytes", "temporary_bytes"):
         setattr(unit, name, max(getattr(u, name) for u in same))
     return unit
 
 
-def _latency(spans: list[tuple[Any, ...]], throttle: Throttle) -> float:
-    """Seconds of each chunk beyond what its bytes take."""
-    copies = [(s[4] - s[3], s[5]) for s in spans if s[0] in (1, 2) and s[5] >= CHUNK // 4]
-    rate = throttle.link_bytes_per_second
-    return max(median((t - n / rate) / -(-n // CHUNK) for t, n in copies), 0.0)
+@dataclass
+class _Beside:
+    """One step under a plan whose lanes are busy, and the same compute alone."""
+
+    alone: float
+    free: float
+    """Seconds of compute with neither lane busy; beside an update, a copy, both."""
+    updating: float
+    copying: float
+    both: float
+
+
+def _add_contention(job: Job, batch: int, throttle: Throttle, hardware: HardwareProfile) -> None:
+    """What compute keeps of its speed beside updates and beside copies, and what a copy takes more.
+
+    Hooks are in it: what they take is part of what compute loses.
+    """
+    alone = Loop(job, plan_like(job, parameters=Tier.DEVICE, state=Tier.DEVICE), batch, None)
+    seen, copies = [], []
+    for parameters in (Tier.HOST, Tier.DEVICE):
+        loop = Loop(job, plan_like(job, parameters=parameters, state=Tier.HOST), batch, throttle)
+        for _ in range(2):  # in turn, for the machine's own speed changes
+            seconds = _pass_seconds(alone)
+            seen.append(_beside(loop, seconds))
+        copies += _more_than_bytes(loop, throttle)
+        loop.close()
+    alone.close()
+    hardware.link_latency_seconds = max(median(copies), 0.0)
+    _, hardware.compute_share_during_cpu, hardware.compute_share_during_copy = min(
+        (sum((_work(b, u, c) / b.alone - 1) ** 2 for b in seen), u, c)
+        for u in np.linspace(0.5, 1, 51)
+        for c in np.linspace(0.5, 1, 51)
+    )
+
+
+def _work(beside: _Beside, updating: float, copying: float) -> float:
+    """Seconds that the compute would take alone, given the shares."""
+    more = updating * (beside.updating + copying * beside.both)
+    return beside.free + more + copying * beside.copying
+
+
+def _pass_seconds(loop: Loop, count: int = 3) -> float:
+    """Seconds of forward and backward."""
+    seconds = []
+    for _ in range(count):
+        start = time.perf_counter()
+        loop.wrapped(loop.data[:, :-1], loop.data[:, 1:]).backward()
+        seconds.append(time.perf_counter() - start)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    return median(seconds)
+
+
+def _spans_of(loop: Loop, count: int) -> tuple[float, float, list[tuple[Any, ...]]]:
+    """Begin and end of some steps, and what the engine did."""
+    engine = loop.run.engine
+    engine.record_timeline(True)
+    engine.take_timeline()
+    begin = time.perf_counter()
+    for _ in range(count):
+        loop.step()
+    end = time.perf_counter()
+    loop.run.synchronize()
+    engine.record_timeline(False)
+    return begin, end, engine.take_timeline()
+
+
+def _beside(loop: Loop, alone: float, count: int = 3) -> _Beside:
+    """See what the lanes did while the device computed."""
+    loop.step()
+    loop.step()
+    begin, end, spans = _spans_of(loop, count)
+    resolution = 1e-4
+    waiting, updating, copying = np.zeros((3, int((end - begin) / resolution) + 1), bool)
+    rows = {0: waiting, 3: updating, 1: copying, 2: copying}
+    for lane, _, _, start, stop, _ in spans:
+        first, last = (int(max(t - begin, 0.0) / resolution) for t in (start, stop))
+        rows[lane][first:last] = True
+    of = [
+        float((~waiting & (updating == u) & (copying == c)).sum()) * resolution / count
+        for u, c in ((False, False), (True, False), (False, True), (True, True))
+    ]
+    return _Beside(alone, *of)
+
+
+def _more_than_bytes(loop: Loop, throttle: Throttle) -> list[float]:
+    """Seconds that copies took beyond their bytes, of each of the parts that they are made in."""
+    tensors = [len(unit.parameters) for unit in loop.run.units]
+    more = []
+    for lane, unit, _, start, stop, num_bytes in _spans_of(loop, 3)[2]:
+        if lane in (1, 2) and num_bytes >= CHUNK // 4:
+            parts = max(-(-num_bytes // CHUNK), tensors[unit] if lane == 2 else 1)
+            more.append((stop - start - num_bytes / throttle.link_bytes_per_second) / parts)
+    return more
 
 
 def _device_update_rate(job: Job, batch: int) -> float:
-    loop = Loop(job, plan_like(job, on_device=True), batch, None)
+    loop = Loop(job, plan_like(job, parameters=Tier.DEVICE, state=Tier.DEVICE), batch, None)
     seconds = []
     for _ in range(4):
         loop.wrapped(loop.data[:, :-1], loop.data[:, 1:]).backward()

@@ -1,10 +1,10 @@
 """Prediction against reality: step times and device peaks of plans, predicted, then measured.
 
 On the host device: the model computes on one core, copies and updates run on the others, links and
-CPU lane are throttled to stated rates. Each model is timed once, beforehand, at two batch sizes
-under the plan that needs least (calibration.py); the settings that count have other batches, other
-budgets, and the plans of all strategies. 24 settings: four models times six strategies, two
-batches and two budgets in turn.
+CPU lane are throttled to stated rates. Each model is timed once, beforehand, at two batch sizes,
+and for what its compute loses beside copies and updates (calibration.py); the settings that count
+have other batches, other budgets, and the plans of all strategies. 24 settings: four models times
+six strategies, two batches and two budgets in turn.
 
     python benchmarks/prediction.py [--steps 12] [--json FILE] [--only NAME] [--paced SECONDS]
         [--markdown]

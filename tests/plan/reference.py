@@ -59,6 +59,8 @@ def random_profile(rng: random.Random, max_segments: int = 3, max_count: int = 5
             backward_seconds=rng.uniform(0.002, 0.2),
             can_offload_parameters=rng.random() < 0.8,
             can_recompute=rng.random() < 0.8,
+            grad_tensors=1 + parameters // 1000 % 13,
+            recompute_seconds=(parameters // 1000 % 3) * 0.02,
         )
     return make_profile(
         units,
@@ -90,9 +92,9 @@ class Seconds:
 def seconds_of(profile: _C.Profile, unit: _C.UnitProfile) -> Seconds:
     hardware = profile.hardware
 
-    def copy(size: int, rate: float) -> float:
-        chunks = -(-size // profile.chunk_bytes)
-        return size / rate + chunks * hardware.link_latency_seconds
+    def copy(size: int, rate: float, tensors: int = 1) -> float:
+        copies = max(-(-size // profile.chunk_bytes), tensors) if size else 0
+        return size / rate + copies * hardware.link_latency_seconds
 
     trained = unit.num_parameters * unit.grad_bytes / unit.param_bytes if unit.param_bytes else 0
     return Seconds(
@@ -100,7 +102,7 @@ def seconds_of(profile: _C.Profile, unit: _C.UnitProfile) -> Seconds:
         b=unit.backward_seconds,
         H=copy(unit.param_bytes, hardware.h2d_bytes_per_second),
         Hu=copy(unit.grad_bytes, hardware.h2d_bytes_per_second),
-        D=copy(unit.grad_bytes, hardware.d2h_bytes_per_second),
+        D=copy(unit.grad_bytes, hardware.d2h_bytes_per_second, unit.grad_tensors),
         U=trained / hardware.cpu_params_per_second,
         A=trained / hardware.device_params_per_second,
     )
@@ -148,6 +150,10 @@ def _sum(times: list[Seconds], share: float = 1) -> Seconds:
     return Seconds(**{name: share * sum(getattr(t, name) for t in times) for name in names})
 
 
+def _recompute_seconds(unit: _C.UnitProfile) -> float:
+    return unit.recompute_seconds or unit.forward_seconds
+
+
 def _pays(unit: _C.UnitProfile) -> bool:
     return unit.can_recompute and unit.checkpoint_bytes < unit.activation_bytes
 
@@ -166,7 +172,7 @@ def formula_seconds(
     times = [[seconds_of(profile, unit) for unit in period] for period, _ in segments]
     s = [_sum(t) for t in times]  # of a super-layer
     one = [_sum(t, 1 / len(t)) for t in times]  # of a layer in it
-    again = [sum(u.forward_seconds for u in period if _pays(u)) for period, _ in segments]
+    again = [sum(_recompute_seconds(u) for u in period if _pays(u)) for period, _ in segments]
     n = [count for _, count in segments]
     m = profile.gradient_accumulation_steps
     F, B = [], []

@@ -120,3 +120,14 @@ def test_a_file_from_before_speculation_was_known_is_read(saved: Path) -> None:
     assert document["profile"].pop("speculates") is False
     saved.write_text(json.dumps(document))
     assert planning.load_profile(saved)[0].speculates is False
+
+
+def test_a_file_from_before_later_fields_were_known_is_read(saved: Path) -> None:
+    document = json.loads(saved.read_text())
+    del document["profile"]["hardware"]["compute_share_during_copy"]
+    for unit in document["profile"]["units"]:
+        del unit["recompute_seconds"], unit["grad_tensors"]
+    saved.write_text(json.dumps(document))
+    profile = planning.load_profile(saved)[0]
+    assert profile.hardware.compute_share_during_copy == 1
+    assert {(u.recompute_seconds, u.grad_tensors) for u in profile.units} == {(0, 1)}
