@@ -54,9 +54,9 @@ class Config:
     """Ranks that train together, each with its share of the batch: a group of torch.distributed;
     left out: all ranks, where it is initialised or torchrun started them; False: this one alone."""
     whole_gradients: bool = True
-    """False: of several ranks each averages the gradients of the rows that it updates only, half of
-    the exchange. It is your promise that nothing reads `p.grad`, whose other rows are NaN, between
-    backward and step(): clip with max_grad_norm, use no GradScaler."""
+    """False: of several ranks each averages the gradients of the rows that it updates only: half of
+    the exchange, and only those go to the host. It is your promise that nothing reads `p.grad`,
+    whose other rows are NaN, before step(): clip with max_grad_norm, use no GradScaler."""
     rank_bandwidth: Size = None
     """Bytes per second that a rank sends and receives, for the plan; left out: timed once."""
 

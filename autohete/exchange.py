@@ -226,6 +226,9 @@ class GradientExchange:
                 "micro-batch"
             )
         self._alone.clear()
+        for buckets in self._buckets:
+            for bucket in buckets:
+                bucket.step_taken()
 
     def abandon(self) -> None:
         """Backward was left by an exception; the others may wait for what does not come."""

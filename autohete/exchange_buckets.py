@@ -107,6 +107,9 @@ class Bucket:
                     "plain DistributedDataParallel where weights change their places in the graph"
                 )
 
+    def step_taken(self) -> None:
+        """A step has used the gradients."""
+
     def own_parts(self) -> list[tuple[Tensor, bool]]:
         """Return nothing: every rank has every gradient whole."""
         return []
@@ -149,6 +152,7 @@ class RowsBucket(Bucket):
         self.segment = -(-length * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         self.nbytes = 2 * self.size * self.segment  # what goes and what comes
         self.segment //= self.dtype.itemsize
+        self.averaged = [False] * len(self.parameters)  # and not used by a step since
 
     def start(self, flat: Tensor, ranks: Ranks) -> Any:
         """Let every rank have its segment of all; summed by the backend, or in unpack()."""
@@ -187,6 +191,10 @@ class RowsBucket(Bucket):
         begin = min(rank * n, len(gradient))
         return gradient[begin : min(begin + n, len(gradient))]
 
+    def step_taken(self) -> None:
+        """Gradients may be zeroed in place and made anew."""
+        self.averaged = [False] * len(self.parameters)
+
     def own_parts(self) -> list[tuple[Tensor, bool]]:
         """Return what this rank has of each gradient, and whether it stands for itself only."""
         parts = [self._part(i, self.rank) for i in range(len(self.parameters))]
@@ -202,12 +210,11 @@ class RowsBucket(Bucket):
             known, packed = self.known[i], self.packed[i]
             if p.grad is None or known.ref is not packed.ref or known == packed:
                 continue  # a new one, or nothing was added
-            other = self._part(i, (self.rank + 1) % self.size)
-            if self.rows[i] and other is not None and other.numel() and other.flatten()[0].isnan():
+            if self.averaged[i]:
                 raise ValueError(
                     "backward: gradients were averaged already and are added to, and "
                     "whole_gradients is False, expected one exchange a step; use no_sync() for all "
-                    "micro-batches but the last, and zero_grad() after step()"
+                    "micro-batches but the last, and zero_grad() after each"
                 )
 
     def unpack(self, flat: Tensor) -> None:
@@ -226,6 +233,7 @@ class RowsBucket(Bucket):
         assert own is not None and p.grad is not None
         if self.rows[i]:
             p.grad.fill_(float("nan"))
+            self.averaged[i] = True
         own.copy_(view[: own.numel()].view(own.shape))
 
 

@@ -33,7 +33,7 @@ def stated_rates(ranks: Ranks, bytes_per_second: float, own_rows: bool) -> _C.Ra
         own_rows: gradients are averaged in rows only, which moves half.
     """
     rates = _C.RankProfile()
-    rates.num_ranks = ranks.size
+    rates.num_ranks, rates.own_gradients = ranks.size, own_rows
     share = (ranks.size - 1) / ranks.size
     rates.exchange_bytes_per_second = bytes_per_second / (share if own_rows else 2 * share)
     rates.gather_bytes_per_second = bytes_per_second / share
@@ -55,7 +55,7 @@ def measured_rates(
     timer = _Timer(ranks, device, own_rows)
     large = max(_LEAST, min(unit_bytes, _MOST)) // _SMALL * _SMALL
     rates = _C.RankProfile()
-    rates.num_ranks = ranks.size
+    rates.num_ranks, rates.own_gradients = ranks.size, own_rows
     rates.exchange_latency_seconds, rates.exchange_bytes_per_second = timer.line(
         timer.exchange, large
     )

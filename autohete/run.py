@@ -129,7 +129,12 @@ class Run:
         )
         self.engine = _C.Engine(self.side.handle, config.num_workers or 0)
         if self.ranks:
-            self.engine.set_ranks(self.ranks.rank, self.ranks.size, _bring_parts(self.ranks))
+            self.engine.set_ranks(
+                self.ranks.rank,
+                self.ranks.size,
+                _bring_parts(self.ranks),
+                own_gradients=not config.whole_gradients,
+            )
         alive = weakref.proxy(self)
         self.exchange: GradientExchange | None = None
         if self.ranks:
@@ -137,7 +142,7 @@ class Run:
                 self.ranks,
                 self.units,
                 prepare=lambda unit: alive.settle_gradients(unit),
-                arrived=lambda unit: alive.send_gradients(unit),
+                arrived=lambda unit: alive.send_gradients(unit, averaged=True),
                 own_rows=not config.whole_gradients,
             )
         self.plans = RunPlan(
@@ -501,10 +506,14 @@ class Run:
         else:
             self.send_gradients(call.unit, final)
 
-    def send_gradients(self, index: int, final: bool = True) -> None:
-        """Backward is through with a call of the unit, the last one if `final`: gradients leave."""
+    def send_gradients(self, index: int, final: bool = True, averaged: bool = False) -> None:
+        """Backward is through with a call of the unit, the last one if `final`: gradients leave.
+
+        Args:
+            averaged: over the ranks.
+        """
         if self.plans.is_managed(index) and self._users[index] == 0:
-            self.engine.send_gradients(index, final)
+            self.engine.send_gradients(index, final, averaged)
             self._guards[index].wear_gradients(self.units[index].parameters)
 
     def end_backward(self) -> None:
@@ -519,7 +528,7 @@ class Run:
             meter.backward_over()
         if self.exchange:
             self.exchange.finish()
-        self.engine.finish_backward()
+        self.engine.finish_backward(averaged=bool(self.exchange and self.exchange.enabled))
         self.side.charge_activations(False)
         for index in range(len(self.units)):
             self._users[index] = 0

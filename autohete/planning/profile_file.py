@@ -52,6 +52,7 @@ _HARDWARE_FIELDS: dict[str, type] = {
 }
 _RANK_FIELDS: dict[str, type] = {
     "num_ranks": int,
+    "own_gradients": bool,
     "exchange_bytes_per_second": float,
     "gather_bytes_per_second": float,
     "device_gather_bytes_per_second": float,

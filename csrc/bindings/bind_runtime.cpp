@@ -179,10 +179,11 @@ void bind_engine(py::module_& module) {
       .def(py::init<DeviceHandle, int>(), py::arg("device"), py::arg("num_workers") = 0)
       .def(
           "set_ranks",
-          [](TorchEngine& self, int rank, int size, TorchEngine::Share share) {
-            self.set_ranks({rank, size}, std::move(share));
+          [](TorchEngine& self, int rank, int size, TorchEngine::Share share, bool own_gradients) {
+            self.set_ranks({rank, size, own_gradients}, std::move(share));
           },
-          py::arg("rank"), py::arg("size"), py::arg("share"))
+          py::arg("rank"), py::arg("size"), py::arg("share"), py::kw_only(),
+          py::arg("own_gradients") = false)
       .def("add_unit", &TorchEngine::add_unit, py::arg("name"), py::arg("parameters"),
            py::arg("masters"), py::arg("updated"), py::arg("with_state"), py::arg("amsgrad"),
            py::arg("plan"))
@@ -202,8 +203,9 @@ void bind_engine(py::module_& module) {
       .def("bytes_to_leave", &TorchEngine::bytes_to_leave)
       .def("acquire", &TorchEngine::acquire)
       .def("release", &TorchEngine::release)
-      .def("send_gradients", &TorchEngine::send_gradients)
-      .def("finish_backward", &TorchEngine::finish_backward)
+      .def("send_gradients", &TorchEngine::send_gradients, py::arg("unit"), py::arg("final"),
+           py::arg("averaged") = false)
+      .def("finish_backward", &TorchEngine::finish_backward, py::arg("averaged") = false)
       .def("abandon", &TorchEngine::abandon)
       .def("settle", &TorchEngine::settle, py::arg("unit"), py::arg("adopt") = true)
       .def("take_back", [](TorchEngine& self) { self.engine().take_back(); })

@@ -173,13 +173,13 @@ void TorchEngine::release(int index) {
   point(index, block);
 }
 
-void TorchEngine::send(int index, bool final, bool at_step) {
+void TorchEngine::send(int index, bool final, bool at_step, bool averaged) {
   TorchUnit& unit = *units_[index];
   unit.land_held_back();
   if (unit.plan().gradients != Tier::kHost || !unit.has_unsent_gradients()) return;
   if (unit.gradients_leaving()) settle_leaving(index);
   withdraw(index);
-  std::vector<CopySegment> segments = unit.collect_gradients(at_step);
+  std::vector<CopySegment> segments = unit.collect_gradients(at_step, averaged);
   if (!unit.gradients_leaving()) return;
   leaving_.push_back(index);
   AheadWork ahead = final ? offer(index) : AheadWork();
@@ -199,9 +199,9 @@ void TorchEngine::offer_landed(int index) {
   engine_.send_gradients(index, {}, std::move(ahead));
 }
 
-void TorchEngine::send_gradients(int index, bool final) {
+void TorchEngine::send_gradients(int index, bool final, bool averaged) {
   use_current_stream();
-  send(index, final);
+  send(index, final, /*at_step=*/false, averaged);
   if (final) offer_landed(index);
   {
     NoGil no_gil;
@@ -210,11 +210,11 @@ void TorchEngine::send_gradients(int index, bool final) {
   land(/*all=*/false);
 }
 
-void TorchEngine::finish_backward() {
+void TorchEngine::finish_backward(bool averaged) {
   use_current_stream();
   for (int i = num_units() - 1; i >= 0; --i) {
     while (users_[i] > 0) release(i);
-    send(i, /*final=*/true);
+    send(i, /*final=*/true, /*at_step=*/false, averaged);
     offer_landed(i);
     land(/*all=*/false);
   }

@@ -58,13 +58,14 @@ class TorchEngine {
   void acquire(int unit, Direction direction);
   void release(int unit);
   // Backward is through with the unit: its gradients leave, if the plan says so. `final`: no more
-  // of them are expected, so work ahead of step() may be offered. Waits when more than
+  // of them are expected, so work ahead of step() may be offered. `averaged`: over the ranks, so of
+  // own gradients only this rank's rows need to go. Waits when more than
   // kMaxUnitsLeaving units' gradients are still on the device.
-  void send_gradients(int unit, bool final);
+  void send_gradients(int unit, bool final, bool averaged = false);
   // Frees the device memory of gradients that have landed; the calls above do it too.
   void land_gradients() { land(/*all=*/false); }
   // Every unit that is still acquired or has new gradients: released and sent.
-  void finish_backward();
+  void finish_backward(bool averaged = false);
   void abandon();
 
   // --- ahead of step()
@@ -132,7 +133,7 @@ class TorchEngine {
   void use_current_stream();
   void point(int unit, const BlockPtr& block);
   void land(bool all);
-  void send(int unit, bool final, bool at_step = false);
+  void send(int unit, bool final, bool at_step = false, bool averaged = false);
   void offer_landed(int unit);
   void settle_leaving(int unit);
   struct Offer {

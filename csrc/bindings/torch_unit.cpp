@@ -3,6 +3,7 @@
 #include "csrc/bindings/torch_unit.h"
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "csrc/base/check.h"
@@ -28,7 +29,10 @@ TorchUnit::TorchUnit(std::string name, const std::vector<at::Tensor>& parameters
                      const std::vector<at::Tensor>& masters, const std::vector<bool>& updated,
                      bool with_state, bool amsgrad, const UnitPlan& plan, Store& store,
                      c10::Device device, const CopyAndWait& copy, RankOf rank)
-    : name_(std::move(name)), device_(device), amsgrad_(amsgrad) {
+    : name_(std::move(name)),
+      device_(device),
+      amsgrad_(amsgrad),
+      own_gradients_(rank.own_gradients) {
   AH_ASSERT(parameters.size() == masters.size() && parameters.size() == updated.size());
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     TorchParameter parameter;
@@ -105,7 +109,9 @@ void TorchUnit::allocate(const UnitPlan& plan, Store& store) {
   };
   host(params_host_, plan.parameters == Tier::kHost || host_state,
        std::max(param_bytes_, kBlockAlignment), "parameters");
+  const bool had_gradients = gradients_host_ != nullptr;
   host(gradients_host_, host_state, std::max(gradient_bytes_, kBlockAlignment), "gradients");
+  if (own_gradients_ && gradients_host_ && !had_gradients) mark_other_gradients();
   if (plan.parameters == Tier::kHost) {
     params_device_.reset();
   } else if (!params_device_) {
@@ -117,6 +123,16 @@ void TorchUnit::allocate(const UnitPlan& plan, Store& store) {
   const std::string what = concat("optimizer state of unit ", name_);
   state_ = wanted == Tier::kHost ? store.allocate_host(state_bytes_, what)
                                  : store.allocate_device(state_bytes_, what);
+}
+
+// What other ranks have of the gradients is never copied here.
+void TorchUnit::mark_other_gradients() {
+  for (const TorchParameter& parameter : parameters_) {
+    if (!parameter.has_room || !parameter.is_shared) continue;
+    tensor_over(gradients_host_, parameter.gradient_offset, parameter.value.tensor().detach())
+        .fill_(std::numeric_limits<double>::quiet_NaN());
+  }
+  others_marked_ = true;
 }
 
 UnitBlocks TorchUnit::blocks() const {

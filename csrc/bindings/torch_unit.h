@@ -28,6 +28,8 @@ using CopyAndWait = std::function<void(const BlockPtr& dst, const BlockPtr& src)
 // other is every rank's as a whole.
 struct RankOf {
   int rank = 0, size = 1;
+  // Of gradients too only those rows go to the host; the others are NaN there.
+  bool own_gradients = false;
 };
 
 // A parameter and what belongs to it.
@@ -117,7 +119,8 @@ class TorchUnit {
   // as leaving. A CUDA gradient that kernels changed on the host is marked without a segment: its
   // bytes are final when those kernels are done. One whose memory somebody else points at (a NumPy
   // array, a storage) stays where it is and goes `at_step`, with what is in it then.
-  std::vector<CopySegment> collect_gradients(bool at_step = false);
+  // averaged: over the ranks, so of own gradients only this rank's rows need to go.
+  std::vector<CopySegment> collect_gradients(bool at_step = false, bool averaged = false);
   bool has_held_gradients() const;
   // Some parameter has a gradient that is neither on the host nor on its way, or changed on its
   // way.
@@ -197,10 +200,15 @@ class TorchUnit {
   AdamSpan span_at_home(TorchParameter& parameter, const std::vector<AdamHyper>& hypers);
   void lay_out_like_parameter(std::size_t i);
   void cut(TorchParameter& parameter, RankOf rank);
+  void mark_other_gradients();
+  CopySegment gradient_segment(const TorchParameter& parameter, const at::Tensor& gradient,
+                               bool own_rows) const;
 
   std::string name_;
   c10::Device device_;
   bool amsgrad_;
+  bool own_gradients_;
+  bool others_marked_ = false;  // the host's other rows are NaN: averaged ones went last
   UnitPlan plan_;
   std::vector<TorchParameter> parameters_;
   std::size_t param_bytes_ = 0, gradient_bytes_ = 0, state_bytes_ = 0;

@@ -36,7 +36,8 @@ bool TorchUnit::has_held_gradients() const {
   });
 }
 
-std::vector<CopySegment> TorchUnit::collect_gradients(bool at_step) {
+std::vector<CopySegment> TorchUnit::collect_gradients(bool at_step, bool averaged) {
+  const bool own_rows = own_gradients_ && averaged && others_marked_;
   std::vector<CopySegment> segments;
   for (TorchParameter& parameter : parameters_) {
     if (parameter.group < 0) continue;
@@ -62,11 +63,20 @@ std::vector<CopySegment> TorchUnit::collect_gradients(bool at_step) {
     parameter.leaving = gradient;
     parameter.leaving_version = gradient._version();
     leaving_ = true;
-    if (gradient.nbytes() == 0) continue;
-    segments.push_back({gradients_host_->data() + parameter.gradient_offset, gradient.data_ptr(),
-                        gradient.nbytes()});
+    const CopySegment segment = gradient_segment(parameter, gradient, own_rows);
+    if (segment.bytes > 0) segments.push_back(segment);
   }
+  if (!segments.empty()) others_marked_ = averaged;
   return segments;
+}
+
+CopySegment TorchUnit::gradient_segment(const TorchParameter& parameter, const at::Tensor& gradient,
+                                        bool own_rows) const {
+  std::byte* to = gradients_host_->data() + parameter.gradient_offset;
+  std::byte* from = static_cast<std::byte*>(gradient.data_ptr());
+  if (!own_rows) return {to, from, gradient.nbytes()};
+  const std::size_t begin = parameter.part_begin * gradient.element_size();
+  return {to + begin, from + begin, parameter.part_numel * gradient.element_size()};
 }
 
 bool TorchUnit::has_unsent_gradients() const {

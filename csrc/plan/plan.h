@@ -56,6 +56,7 @@ struct HardwareProfile {
 // the others. With one rank nothing below counts.
 struct RankProfile {
   int num_ranks = 1;
+  bool own_gradients = false;  // each averages the gradients of its rows only; those leave
   // Collectives, in bytes of a whole unit's gradients or trainable parameters, whatever moves for
   // them: gradients averaged; parts brought together on the host and on the device. Each takes its
   // latency too.

@@ -117,7 +117,8 @@ bool parameters_leave(int i, int parameters, int state, Spacing spacing) {
 }
 
 // Each rank updates its rows only, and all exchange.
-void add_ranks(UnitSeconds& seconds, const UnitProfile& unit, const RankProfile& ranks) {
+void add_ranks(UnitSeconds& seconds, const UnitProfile& unit, const Profile& profile) {
+  const RankProfile& ranks = profile.ranks;
   const double bytes = static_cast<double>(unit.grad_bytes);
   seconds.cpu_update /= ranks.num_ranks;
   seconds.device_update /= ranks.num_ranks;
@@ -126,6 +127,10 @@ void add_ranks(UnitSeconds& seconds, const UnitProfile& unit, const RankProfile&
   seconds.exchange = ranks.exchange_latency_seconds + bytes / ranks.exchange_bytes_per_second;
   seconds.gather = ranks.gather_latency_seconds + bytes / ranks.gather_bytes_per_second;
   seconds.pack = bytes / ranks.pack_bytes_per_second;
+  if (!ranks.own_gradients) return;
+  const auto num_ranks = static_cast<std::size_t>(ranks.num_ranks);
+  const std::size_t own = (unit.grad_bytes + num_ranks - 1) / num_ranks;
+  seconds.download = copy_seconds(own, profile.hardware.d2h_bytes_per_second, profile);
 }
 
 }  // namespace
@@ -157,7 +162,7 @@ UnitSeconds unit_seconds(const UnitProfile& unit, const Profile& profile) {
   seconds.recompute = unit.recompute_seconds > 0 ? unit.recompute_seconds : unit.forward_seconds;
   seconds.cpu_update = trainable_parameters(unit) / hardware.cpu_params_per_second;
   seconds.device_update = trainable_parameters(unit) / hardware.device_params_per_second;
-  if (profile.ranks.num_ranks > 1 && unit.grad_bytes > 0) add_ranks(seconds, unit, profile.ranks);
+  if (profile.ranks.num_ranks > 1 && unit.grad_bytes > 0) add_ranks(seconds, unit, profile);
   return seconds;
 }
 

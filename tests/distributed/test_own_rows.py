@@ -40,6 +40,10 @@ def test_two_ranks_train_to_the_bits_of_whole_gradients(name: str):
     assert_equal_across_ranks([own for own, _ in ranks])
     for own, whole in ranks:
         assert_same_bits(own, whole)
+        sent, of_all = (r.extra["counters"]["d2h_bytes"] for r in (own, whole))
+        if name == "offloaded":  # only own rows leave the device
+            print(f"to the host: {sent} bytes of {of_all}")
+            assert sent == pytest.approx(of_all / 2, rel=0.03)
 
 
 @pytest.mark.slow

@@ -83,6 +83,17 @@ def test_a_rank_updates_its_rows_then_all_are_gathered() -> None:
     assert step(profile, plan_of(profile, state={0})) == exactly(1 + 1 + 1 + 2 + 3)
 
 
+def test_of_own_gradients_a_rank_s_rows_leave_the_device() -> None:
+    ranks = ranks_of(4)
+    times = []
+    for ranks.own_gradients in (False, True):
+        profile = among(ranks, num_layers=1)
+        profile.hardware.d2h_bytes_per_second = 1.0
+        times.append(step(profile, plan_of(profile, state={0})))
+    # forward, backward, 4 bytes or 1 down, a quarter of 8 parameters
+    assert times == [exactly(1 + 1 + 4 + 2), exactly(1 + 1 + 1 + 2)]
+
+
 def test_rows_updated_on_the_device_are_gathered_there_before_the_next_forward() -> None:
     profile = among(ranks_of(device_gather_bytes_per_second=2.0))
     assert step(profile, plan_of(profile)) == exactly(3 + 3 + 3 * 2)
