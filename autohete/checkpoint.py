@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
+
+from autohete.unreadable import why_not_a_checkpoint, why_torch_refused
 
 PathLike = str | os.PathLike[str]
 
@@ -90,16 +91,25 @@ class SavedFile:
     def __init__(self, path: PathLike) -> None:
         self._descriptor = os.open(path, os.O_RDONLY)
         try:
-            with FakeTensorMode():
-                self.content: Any = torch.load(path, map_location="cpu", weights_only=True)
-        except BaseException as error:
+            self.content: Any = self._load(path)
+        except BaseException:
             self.close()
-            if isinstance(error, (RuntimeError, EOFError, pickle.UnpicklingError)):
-                raise ValueError(
-                    f"load_checkpoint: {os.fspath(path)} cannot be read ({error}), expected a "
-                    "whole file of save_checkpoint() or torch.save()"
-                ) from error
             raise
+
+    def _load(self, path: PathLike) -> Any:
+        wrong = None if os.path.isdir(path) else why_not_a_checkpoint(self._descriptor)
+        if wrong is None:
+            try:
+                with FakeTensorMode():
+                    return torch.load(path, map_location="cpu", weights_only=True)
+            except (OSError, MemoryError):
+                raise
+            except Exception as error:  # of damaged bytes, whatever the unpickler stumbles on
+                wrong = why_torch_refused(error)
+        raise ValueError(
+            f"load_checkpoint: {os.fspath(path)} cannot be read ({wrong}), expected a whole file "
+            "of save_checkpoint() or torch.save()"
+        )
 
     def close(self) -> None:
         os.close(self._descriptor)

@@ -96,6 +96,8 @@ class Config:
             value = getattr(self, name)
             if not isinstance(value, int) or value < low:
                 raise ValueError(f"{name} is {value!r}, expected a whole number of at least {low}")
+        if not isinstance(self.pin, bool):
+            raise ValueError(f"pin is {self.pin!r}, expected True or False")
         workers, norm = self.num_workers, self.max_grad_norm
         if workers is not None and not (isinstance(workers, int) and 1 <= workers <= 4096):
             raise ValueError(f"num_workers is {workers!r}, expected a whole number from 1 to 4096")

@@ -13,6 +13,7 @@ from autohete.run_trace import Sample, Span
 if TYPE_CHECKING:
     from autohete.run import Run
 
+_FAR = 1.5  # measured over predicted, or the other way round, that is worth a word
 LANES = ("compute", "H2D", "D2H", "CPU")
 
 
@@ -114,6 +115,24 @@ class RunReport:
         }
         return numbers | {"autohete/waited_seconds": sum(getattr(self, name) for name in waits)}
 
+    def _apart(self) -> list[str]:
+        """One line where prediction and measurement differ by more than _FAR, and what it means."""
+        predicted, measured = self.step_seconds_predicted, self.step_seconds_measured
+        if not predicted or not measured or 1 / _FAR <= measured / predicted <= _FAR:
+            return []
+        if measured < predicted:
+            why = (
+                f"steps took {measured / predicted:.2f} of the time predicted: usually the step "
+                "that was measured for the plan was slow, by its warm-up or a busy machine"
+            )
+        else:
+            why = (
+                f"steps took {measured / predicted:.1f} times as long as predicted: usually the "
+                "machine is busier than while the plan's step was measured, or the plan is not "
+                "from here"
+            )
+        return [f"                 {why}; a new run measures again"]
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report, and the trace if one is on, to a file for `autohete report`."""
         from autohete.run_file import save_run
@@ -156,6 +175,7 @@ class RunReport:
                     if self.compute_share is not None
                     else []
                 ),
+                *self._apart(),
                 *(
                     [f"planned again    {self.num_replans} times, {self.replan_seconds:.3f} s"]
                     if self.num_replans

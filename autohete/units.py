@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
-Layers = None | str | type[nn.Module] | Sequence[nn.Module] | Callable[[nn.Module], bool]
+Layers = (
+    None
+    | str
+    | type[nn.Module]
+    | Sequence[nn.Module | str | type[nn.Module]]
+    | Callable[[nn.Module], bool]
+)
 
 Buffer = tuple[nn.Module, str]
 """A module and the name of its buffer."""
@@ -62,9 +69,10 @@ def find_units(model: nn.Module, layers: Layers = None) -> list[Unit]:
 
     Args:
         model: any module; its parameters are all covered.
-        layers: what counts as one layer: a class, its name, the modules themselves, or a predicate.
-            Left out: the elements of each outermost ModuleList or Sequential of two or more equal
-            modules; where there is none, every module that owns parameters is a unit.
+        layers: what counts as one layer: a class, its name, a list of those or of the modules
+            themselves, or a predicate. Left out: the elements of each outermost ModuleList or
+            Sequential of two or more equal modules; where there is none, every module that owns
+            parameters is a unit.
 
     Raises:
         ValueError: `layers` matches nothing, or nested modules.
@@ -110,14 +118,7 @@ def _place(unit: Unit, own: list[nn.Parameter], owner: dict[int, Unit], units: l
 def _find_layers(model: nn.Module, layers: Layers) -> list[nn.Module]:
     if layers is None:
         return _repeated_layers(model)
-    if isinstance(layers, str):
-        found = [m for m in model.modules() if type(m).__name__ == layers]
-    elif isinstance(layers, type):
-        found = [m for m in model.modules() if isinstance(m, layers)]
-    elif callable(layers):
-        found = [m for m in model.modules() if layers(m)]
-    else:
-        found = list(layers)
+    found = _named(model, layers)
     if not found:
         raise ValueError(
             f"layers: {layers!r} matches no module of {type(model).__name__}, expected at least "
@@ -130,6 +131,26 @@ def _find_layers(model: nn.Module, layers: Layers) -> list[nn.Module]:
             "outer class"
         )
     return found
+
+
+def _named(model: nn.Module, layers: Any) -> list[nn.Module]:
+    """Return the modules that one entry means: in the model's order, listed ones in the list's."""
+    if isinstance(layers, str):
+        return [m for m in model.modules() if type(m).__name__ == layers]
+    if isinstance(layers, type):
+        return [m for m in model.modules() if isinstance(m, layers)]
+    if isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList):
+        return [layers]
+    if callable(layers) and not isinstance(layers, nn.Module):
+        return [m for m in model.modules() if layers(m)]
+    if isinstance(layers, Iterable):
+        each = list(layers)
+        if all(isinstance(entry, (str, type, nn.Module)) for entry in each):
+            return list(dict.fromkeys(m for entry in each for m in _named(model, entry)))
+    raise ValueError(
+        f"layers is {layers!r}, expected a class or its name, a list of those or of modules, or a "
+        "function of a module"
+    )
 
 
 def _repeated_layers(model: nn.Module) -> list[nn.Module]:

@@ -70,6 +70,7 @@ class AutoHeteWrapper(nn.Module):
     _optimizer: Optimizer
     _config: Config
     run: Run | None
+    _unwrapped: bool
 
     def __init__(
         self,
@@ -94,6 +95,7 @@ class AutoHeteWrapper(nn.Module):
         vars(self)["_optimizer"] = optimizer
         vars(self)["_config"] = config
         vars(self)["run"] = None
+        vars(self)["_unwrapped"] = False
         # Whatever is registered here is registered with the model, and functional_call finds it.
         for registry in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             vars(self)[registry] = vars(model)[registry]
@@ -102,11 +104,15 @@ class AutoHeteWrapper(nn.Module):
     # ---------------------------------------------------------------- attaching
 
     def _attach(self, device: torch.device) -> None:
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(
+                f"AutoHeteWrapper.to: device is {device}, expected cuda, or cpu for the host device"
+            )
         if self.run is None:
             device = device_of_launch(device)
             run = Run(self.module, self._optimizer, self._config, device)
             run.owner = weakref.ref(self)
-            vars(self)["run"] = run
+            vars(self)["run"], vars(self)["_unwrapped"] = run, False
             return
         have = self.run.side.torch_device
         if device.type != have.type or (device.index not in (None, have.index)):
@@ -141,6 +147,8 @@ class AutoHeteWrapper(nn.Module):
     def unwrap(self, device: torch.device | str | None = None) -> nn.Module:
         """Detach and return the model; it and the optimizer go on as plain PyTorch objects.
 
+        The wrapper is not called any more then, unless .cuda() or .to("cpu") attaches it again.
+
         Args:
             device: where their tensors are afterwards; left out: where they trained. A model that
                 the GPU cannot hold as a whole is kept on the CPU with unwrap("cpu").
@@ -148,9 +156,18 @@ class AutoHeteWrapper(nn.Module):
         Raises:
             torch.OutOfMemoryError: they do not fit there; nothing has changed.
         """
+        target = None if device is None else torch.device(device)
+        if target is not None and target.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(
+                f"unwrap: device is {target}, expected cpu: torch sees no GPU here; leave it out "
+                'to stay where it trained, or unwrap("cpu")'
+            )
+        if target is not None and target.type not in ("cpu", "cuda"):
+            raise ValueError(f"unwrap: device is {target}, expected cpu or cuda")
         if self.run is not None:
-            self.run.detach(None if device is None else torch.device(device))
+            self.run.detach(target)
             vars(self)["run"] = None
+        vars(self)["_unwrapped"] = True
         return self.module
 
     def _the_run(self, what: str) -> Run:
@@ -164,7 +181,16 @@ class AutoHeteWrapper(nn.Module):
     # ---------------------------------------------------------------- training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model; attaches to the GPU, or to the host device, when that was not done."""
+        """Call the model; attaches to the GPU, or to the host device, when that was not done.
+
+        Raises:
+            RuntimeError: after unwrap(), where only .cuda() or .to("cpu") attach again.
+        """
+        if self.run is None and self._unwrapped:
+            raise RuntimeError(
+                "AutoHeteWrapper: called after unwrap(), expected a call of the model that it "
+                'returned; call that, or .cuda() or .to("cpu") to train with the wrapper again'
+            )
         if self.run is None:
             self._attach(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         return self.module(*args, **kwargs)
@@ -290,7 +316,11 @@ class AutoHeteWrapper(nn.Module):
     # ---------------------------------------------------------------- the model's own surface
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("module", "run"):  # not set yet: a failed constructor, or unpickling
+        if name in (
+            "module",
+            "run",
+            "_unwrapped",
+        ):  # not set yet: a failed constructor, or unpickling
             raise AttributeError(name)
         if name == "_ddp_params_and_buffers_to_ignore":  # the first thing DDP asks a module
             raise ValueError(

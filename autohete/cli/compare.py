@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autohete.cli.output import print_json, print_rows, working
+from autohete.cli.output import StepLines, print_json, print_rows, working
+from autohete.cli.types import SIZE, of_the_command_line
 
 if TYPE_CHECKING:
     from autohete.demo.against_plain import Difference
@@ -26,7 +27,11 @@ and as plain fp32 PyTorch. Relative: the norm of the difference over the plain n
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True)
 @click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
 @click.option("--device", type=click.Choice(["host", "cuda"]), default="host", show_default=True)
-@click.option("--gpu-mem", help='Device memory, e.g. "64MiB".  [default: a third of the need]')
+@click.option(
+    "--gpu-mem",
+    type=SIZE,
+    help='Device memory, e.g. "64MiB".  [default: a third of the need; more if small]',
+)
 @click.option("--layers", type=click.IntRange(1), default=4, show_default=True)
 @click.option("--width", type=click.IntRange(8), default=128, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
@@ -35,7 +40,7 @@ and as plain fp32 PyTorch. Relative: the norm of the difference over the plain n
 )
 @click.option("--json", "as_json", is_flag=True, help="Print every figure as JSON.")
 def command(
-    steps: int, precision: str, device: str, gpu_mem: str | None, layers: int, width: int,
+    steps: int, precision: str, device: str, gpu_mem: int | None, layers: int, width: int,
     seed: int, most: float | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Train a small GPT under autohete and in plain fp32, and compare them layer by layer."""
@@ -43,17 +48,19 @@ def command(
         from autohete.demo.against_plain import compare_with_plain
         from autohete.demo.gpt import GPTConfig
         from autohete.demo.training import DemoOptions
-        from autohete.planning.sizes import parse_bytes
 
+        with of_the_command_line():
+            model = GPTConfig(num_layers=layers, width=width, context=64)
         options = DemoOptions(
-            model=GPTConfig(num_layers=layers, width=width, context=64),
+            model=model,
             steps=steps,
             batch=4,
             seed=seed,
             device=device,
-            gpu_mem=None if gpu_mem is None else parse_bytes(gpu_mem, "--gpu-mem"),
+            gpu_mem=gpu_mem,
         )
-        found = compare_with_plain(options, precision)
+        lines = {which: StepLines(which, steps) for which in ("autohete", "plain PyTorch")}
+        found = compare_with_plain(options, precision, lambda which, step: lines[which].show(step))
     if as_json:
         print_json([difference.to_dict() for difference in found])
     else:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autohete.cli.output import print_json, print_rows
+from autohete.cli.output import ends_a_tenth, print_json, print_rows
+from autohete.cli.types import SIZE, of_the_command_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,8 +46,12 @@ _FIGURES = (
 @click.option("--device", type=click.Choice(["host", "cuda"]), default="host", show_default=True)
 @click.option("--plain", is_flag=True, help="Plain PyTorch on the CPU, without autohete.")
 @click.option("--steps", type=click.IntRange(1), default=150, show_default=True)
-@click.option("--gpu-mem", help='Device memory, e.g. "64MiB".  [default: a third of the need]')
-@click.option("--cpu-mem", help='Host memory for offloaded bytes, e.g. "4GiB".')
+@click.option(
+    "--gpu-mem",
+    type=SIZE,
+    help='Device memory, e.g. "64MiB".  [default: a third of the need; more if small]',
+)
+@click.option("--cpu-mem", type=SIZE, help='Host memory for offloaded bytes, e.g. "4GiB".')
 @click.option("--layers", type=click.IntRange(1), default=8, show_default=True)
 @click.option("--width", type=click.IntRange(8), default=256, show_default=True)
 @click.option("--heads", type=click.IntRange(1), default=4, show_default=True)
@@ -97,8 +102,8 @@ def _options(
     device: str,
     plain: bool,
     steps: int,
-    gpu_mem: str | None,
-    cpu_mem: str | None,
+    gpu_mem: int | None,
+    cpu_mem: int | None,
     layers: int,
     width: int,
     heads: int,
@@ -109,19 +114,19 @@ def _options(
 ) -> DemoOptions:
     from autohete.demo.gpt import GPTConfig
     from autohete.demo.training import DemoOptions
-    from autohete.planning.sizes import parse_bytes
 
-    config = GPTConfig(
-        num_layers=layers, width=width, num_heads=heads, context=context, tie_head=tie_head
-    )
+    with of_the_command_line():
+        config = GPTConfig(
+            num_layers=layers, width=width, num_heads=heads, context=context, tie_head=tie_head
+        )
     return DemoOptions(
         model=config,
         steps=steps,
         batch=batch,
         seed=seed,
         device="plain" if plain else device,
-        gpu_mem=None if gpu_mem is None else parse_bytes(gpu_mem, "--gpu-mem"),
-        cpu_mem=None if cpu_mem is None else parse_bytes(cpu_mem, "--cpu-mem"),
+        gpu_mem=gpu_mem,
+        cpu_mem=cpu_mem,
     )
 
 
@@ -195,8 +200,7 @@ class _Progress:
             self._show_plan(model)
             rate = (step + 1) * self._tokens / (time.perf_counter() - self._start)
             self._bar.update(self._task, advance=1, loss=loss, rate=rate)
-            tenth = (step + 1) * 10 // self._steps
-            if not self._bar.console.is_terminal and tenth > step * 10 // self._steps:
+            if not self._bar.console.is_terminal and ends_a_tenth(step, self._steps):
                 self._bar.console.out(
                     f"{self._title}: step {step + 1} of {self._steps}, loss {loss:.3f}, "
                     f"{rate:,.0f} tokens/s",

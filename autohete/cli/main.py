@@ -1,12 +1,13 @@
 """The command group: which subcommands there are, and how errors end.
 
 Exit codes: 0 done; 1 a check or the work itself failed (the reason is on stderr); 2 the command
-line was wrong (click's own).
+line was wrong (click's own, and autohete.cli.types for values).
 """
 
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 
 import click
@@ -59,11 +60,27 @@ def group() -> None:
     """Train transformers that do not fit in accelerator memory."""
 
 
+# Messages speak Python's words; on the command line the same things are called otherwise.
+_WORDS = (
+    (r"name smaller layers with layers=", "take a smaller --width"),
+    (r'\.to\("cpu"\)', "--device host"),
+    (r"\.cuda\(\)", "--device cuda"),
+    (r"(?<![\w./-])(gpu|cpu)_mem(?!\.?\w|[/-])", r"--\1-mem"),
+)
+
+
+def in_options(text: str) -> str:
+    """Return a message of the library in the command line's words."""
+    for pattern, words in _WORDS:
+        text = re.sub(pattern, words, text)
+    return text
+
+
 def main() -> None:
     """Run the command line; contract and machine errors end in one line and exit code 1."""
     try:
         group(prog_name="autohete")
     except (ImportError, OSError, ValueError, RuntimeError) as error:
-        text = str(error)
+        text = in_options(str(error))
         print(text if text.startswith("autohete") else f"autohete: {text}", file=sys.stderr)
         sys.exit(1)

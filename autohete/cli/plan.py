@@ -11,6 +11,7 @@ import click
 from autohete.cli.output import print_json, working
 from autohete.cli.quick import without_compiler
 from autohete.cli.scale import cluster_options, print_scale, take_cluster
+from autohete.cli.types import MACHINE, MODEL, PICTURE, SIZE, STRATEGY
 
 if TYPE_CHECKING:
     from autohete.planning.plan_report import PlanReport
@@ -30,9 +31,11 @@ are named.
 
 
 @click.command(epilog=_EPILOG)
-@click.argument("model", required=False)
-@click.option("--model", "named", metavar="MODEL", help="The model, if not given as argument.")
-@click.option("--gpu", required=True, help="A known machine, e.g. a100-40.")
+@click.argument("model", required=False, type=MODEL)
+@click.option(
+    "--model", "named", metavar="MODEL", type=MODEL, help="The model, if not given as argument."
+)
+@click.option("--gpu", required=True, type=MACHINE, help="A known machine, e.g. a100-40.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--seq", type=click.IntRange(1), default=1024, show_default=True)
 @click.option(
@@ -41,9 +44,13 @@ are named.
     default="bf16",
     show_default=True,
 )
-@click.option("--gpu-mem", help='Device memory to use, e.g. "24GiB".  [default: the GPU\'s]')
-@click.option("--cpu-mem", help='Host memory to use, e.g. "128GiB".  [default: the machine\'s]')
-@click.option("--strategy", default="autohete", show_default=True)
+@click.option(
+    "--gpu-mem", type=SIZE, help='Device memory to use, e.g. "24GiB".  [default: the GPU\'s]'
+)
+@click.option(
+    "--cpu-mem", type=SIZE, help='Host memory to use, e.g. "128GiB".  [default: the machine\'s]'
+)
+@click.option("--strategy", type=STRATEGY, default="autohete", show_default=True)
 @click.option("--pcie", type=click.IntRange(3, 5), help="The link's generation, if another.")
 @click.option(
     "--cpu-adam",
@@ -55,9 +62,7 @@ are named.
     "--sweep", type=click.Choice(["batch", "gpu_mem"]), help="Plan over a range, one line each."
 )
 @cluster_options
-@click.option(
-    "--figure", type=click.Path(dir_okay=False), help="Draw to this .svg, .png or .pdf file."
-)
+@click.option("--figure", type=PICTURE, help="Draw to this .svg, .png or .pdf file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan and its figures as JSON.")
 def command(
     model: str | None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from autohete.cli.output import print_json, working
+from autohete.cli.types import MACHINE, MODEL, NEW_FILE
 
 _EPILOG = """\b
 Examples:
@@ -17,15 +18,17 @@ needs no GPU and writes what `autohete simulate` reads.
 
 
 @click.command(epilog=_EPILOG)
-@click.argument("model", required=False)
+@click.argument("model", required=False, type=MODEL)
 @click.option("--hardware", is_flag=True, help="Measure this machine: memory, links, CPU AdamW.")
 @click.option("--refresh", is_flag=True, help="Measure again even if a result is kept.")
-@click.option("--gpu", default="a100-40", show_default=True, help="A known machine, with MODEL.")
+@click.option(
+    "--gpu", type=MACHINE, default="a100-40", show_default=True, help="A known machine, with MODEL."
+)
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--seq", type=click.IntRange(1), default=1024, show_default=True)
 @click.option(
     "--output",
-    type=click.Path(dir_okay=False),
+    type=NEW_FILE,
     default="autohete_profile.json",
     show_default=True,
     help="Where the model's profile goes.",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autohete.cli.output import print_json, working
+from autohete.cli.types import MACHINE, MODEL, NEW_FILE, PICTURE, SIZE
 
 if TYPE_CHECKING:
     from autohete.report.content import Content
@@ -29,23 +30,21 @@ The page is one file that needs no network. A run is written by model.report().s
 @click.option(
     "-o",
     "--output",
-    type=click.Path(dir_okay=False),
+    type=NEW_FILE,
     help="The page.  [default: SOURCE's name with .html]",
 )
-@click.option("--gpu", help="A known machine, e.g. a100-40; for a model.")
+@click.option("--gpu", type=MACHINE, help="A known machine, e.g. a100-40; for a model.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="For a model.")
 @click.option("--seq", type=click.IntRange(1), default=1024, show_default=True, help="For a model.")
-@click.option("--gpu-mem", help='Device memory, the limit in the figures, e.g. "24GiB".')
-@click.option("--cpu-mem", help="Host memory likewise.")
-@click.option(
-    "--figure", type=click.Path(dir_okay=False), help="The figures to a .svg, .png or .pdf."
-)
+@click.option("--gpu-mem", type=SIZE, help='Device memory, the limit in the figures, e.g. "24GiB".')
+@click.option("--cpu-mem", type=SIZE, help="Host memory likewise.")
+@click.option("--figure", type=PICTURE, help="The figures to a .svg, .png or .pdf.")
 @click.option(
     "--json", "as_json", is_flag=True, help="Print what was written and the facts as JSON."
 )
 def command(
-    source: str, output: str | None, gpu: str | None, batch: int, seq: int, gpu_mem: str | None,
-    cpu_mem: str | None, figure: str | None, as_json: bool,
+    source: str, output: str | None, gpu: str | None, batch: int, seq: int, gpu_mem: int | None,
+    cpu_mem: int | None, figure: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Write a page about SOURCE: an autohete_profile.json, an autohete_run.json or a model."""
     with working("drawing"):
@@ -66,20 +65,17 @@ def command(
 
 
 def _content(
-    source: str, gpu: str | None, batch: int, seq: int, gpu_mem: str | None, cpu_mem: str | None
+    source: str, gpu: str | None, batch: int, seq: int, gpu_mem: int | None, cpu_mem: int | None
 ) -> Content:
-    from autohete.planning.sizes import parse_bytes
-
-    device = None if gpu_mem is None else parse_bytes(gpu_mem, "--gpu-mem")
-    host = None if cpu_mem is None else parse_bytes(cpu_mem, "--cpu-mem")
     if gpu is not None:
-        return _of_model(source, gpu, batch, seq, device, host)
+        model = MODEL.convert(source, None, None)
+        return _of_model(model, gpu, batch, seq, gpu_mem, cpu_mem)
     path = Path(source)
     if not path.is_file():
         raise click.UsageError(
             f"{source} is no file; give a profile, a run, or a model with --gpu a100-40"
         )
-    return _of_file(path, device, host)
+    return _of_file(path, gpu_mem, cpu_mem)
 
 
 def _of_model(

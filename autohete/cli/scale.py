@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from autohete.cli.output import print_json
+from autohete.cli.types import SIZE, of_the_command_line
 
 if TYPE_CHECKING:
     from autohete.planning.cluster import Cluster, ScalePoint
@@ -25,16 +26,19 @@ _OPTIONS = (
     ),
     click.option(
         "--inter-bandwidth",
+        type=SIZE,
         metavar="SIZE",
         help='Of a machine\'s network link a second, one way.  [default: "12.5GB"]',
     ),
     click.option(
         "--device-bandwidth",
+        type=SIZE,
         metavar="SIZE",
         help='Between the devices of a machine a second, one way.  [default: "20GB"]',
     ),
     click.option(
         "--host-bandwidth",
+        type=SIZE,
         metavar="SIZE",
         help='Between the processes of a machine a second, one way.  [default: "3GB"]',
     ),
@@ -71,13 +75,13 @@ def take_cluster(choices: dict[str, Any]) -> Cluster | None:
     if "devices" not in given:
         option = next(iter(given)).replace("_", "-")
         raise click.UsageError(f"--{option} is about several devices; give --devices")
-    from autohete.planning import parse_bytes
     from autohete.planning.cluster import Cluster
 
     for name, field in _RATES.items():
         if name in given:
-            given[field] = float(parse_bytes(given.pop(name), "--" + name.replace("_", "-")))
-    return Cluster(**given)
+            given[field] = float(given.pop(name))
+    with of_the_command_line():
+        return Cluster(**given)
 
 
 def print_scale(points: list[ScalePoint], cluster: Cluster, as_json: bool) -> None:

@@ -8,6 +8,7 @@ import click
 
 from autohete.cli.output import print_json, working
 from autohete.cli.scale import cluster_options, print_scale, take_cluster
+from autohete.cli.types import NEW_FILE, PICTURE, SIZE, STRATEGY
 
 if TYPE_CHECKING:
     from autohete.planning.cluster import Cluster
@@ -27,9 +28,13 @@ The trace opens in Perfetto or chrome://tracing. Without --gpu-mem the plan in t
 
 @click.command(epilog=_EPILOG)
 @click.argument("profile", type=click.Path(exists=True, dir_okay=False), required=False)
-@click.option("--gpu-mem", help='Plan anew for this much device memory, e.g. "24GiB".')
-@click.option("--cpu-mem", help="Host memory of the new plan, of a machine.  [default: no limit]")
-@click.option("--strategy", default="autohete", show_default=True, help="Of the new plan.")
+@click.option("--gpu-mem", type=SIZE, help='Plan anew for this much device memory, e.g. "24GiB".')
+@click.option(
+    "--cpu-mem", type=SIZE, help="Host memory of the new plan, of a machine.  [default: no limit]"
+)
+@click.option(
+    "--strategy", type=STRATEGY, default="autohete", show_default=True, help="Of the new plan."
+)
 @click.option(
     "--without",
     multiple=True,
@@ -44,15 +49,13 @@ The trace opens in Perfetto or chrome://tracing. Without --gpu-mem the plan in t
 @click.option(
     "--table", type=click.Choice(["paper"]), help="Print the paper's tables beside simulated ones."
 )
-@click.option("--trace", type=click.Path(dir_okay=False), help="Write the lanes' work here.")
-@click.option(
-    "--figure", type=click.Path(dir_okay=False), help="Draw to this .svg, .png or .pdf file."
-)
+@click.option("--trace", type=NEW_FILE, help="Write the lanes' work here.")
+@click.option("--figure", type=PICTURE, help="Draw to this .svg, .png or .pdf file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def command(
     profile: str | None,
-    gpu_mem: str | None,
-    cpu_mem: str | None,
+    gpu_mem: int | None,
+    cpu_mem: int | None,
     strategy: str,
     without: tuple[str, ...],
     compare: bool,
@@ -123,8 +126,8 @@ def _print_paper_table(as_json: bool) -> None:
 def _print_scale(
     profile: str,
     cluster: Cluster,
-    gpu_mem: str,
-    cpu_mem: str | None,
+    gpu_mem: int,
+    cpu_mem: int | None,
     strategy: str,
     as_json: bool,
 ) -> None:
@@ -137,7 +140,7 @@ def _print_scale(
     print_scale(points, cluster, as_json)
 
 
-def _print_comparison(profile: str, gpu_mem: str, cpu_mem: str | None, as_json: bool) -> None:
+def _print_comparison(profile: str, gpu_mem: int, cpu_mem: int | None, as_json: bool) -> None:
     from autohete.planning import compare_strategies, format_comparison, load_profile
     from autohete.planning.compare import compare_ablations, results_to_dict
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from autohete.cli.output import print_json, working
+from autohete.cli.output import StepLines, print_json, working
+from autohete.cli.types import NEW_FILE, SIZE
 
 _EPILOG = """\b
 Examples:
@@ -22,16 +23,18 @@ some steps, then model.report().save("autohete_run.json") or model.trace("trace.
 
 @click.command(epilog=_EPILOG)
 @click.argument("run", required=False, type=click.Path(exists=True, dir_okay=False))
-@click.option(
-    "-o", "--output", type=click.Path(dir_okay=False), default="trace.json", show_default=True
-)
+@click.option("-o", "--output", type=NEW_FILE, default="trace.json", show_default=True)
 @click.option("--steps", type=click.IntRange(5), default=8, show_default=True, help="Without RUN.")
-@click.option("--gpu-mem", help="Without RUN: device memory.  [default: a third of the need]")
+@click.option(
+    "--gpu-mem",
+    type=SIZE,
+    help="Without RUN: device memory.  [default: a third of the need; more if small]",
+)
 @click.option("--device", type=click.Choice(["host", "cuda"]), default="host", show_default=True)
-@click.option("--run", "save_to", type=click.Path(dir_okay=False), help="Keep the run here too.")
+@click.option("--run", "save_to", type=NEW_FILE, help="Keep the run here too.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
 def command(
-    run: str | None, output: str, steps: int, gpu_mem: str | None, device: str,
+    run: str | None, output: str, steps: int, gpu_mem: int | None, device: str,
     save_to: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Write the trace of RUN, or of a small GPT that is trained for some steps."""
@@ -45,11 +48,10 @@ def command(
         report = load_run(run)
     else:
         from autohete.demo.traced import traced_run
-        from autohete.planning.sizes import parse_bytes
 
-        budget = None if gpu_mem is None else parse_bytes(gpu_mem, "--gpu-mem")
         with working(f"training {steps} steps"):
-            report = traced_run(steps=steps, gpu_mem=budget, device=device)
+            lines = StepLines("autohete", steps)
+            report = traced_run(steps=steps, gpu_mem=gpu_mem, device=device, on_step=lines.show)
         if save_to is not None:
             save_run(save_to, report)
     details = report.details

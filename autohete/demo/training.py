@@ -19,7 +19,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from autohete.demo.gpt import GPT, GPTConfig, generate
-from autohete.demo.need import DeviceNeed, device_need
+from autohete.demo.need import DeviceNeed, device_bytes_that_train, device_need
 from autohete.demo.text import Text, batches, standard_library_text
 from autohete.distributed import rank_of_launch
 
@@ -42,7 +42,8 @@ class DemoOptions:
     device: str = "host"
     """"host" (the host device, any machine), "cuda", or "plain": plain PyTorch on the CPU."""
     gpu_mem: int | None = None
-    """Bytes; None: a third of what plain training needs."""
+    """Bytes; None: a third of what plain training needs, or the least that a small model trains in.
+    """
     cpu_mem: int | None = None
     sample_bytes: int = 160
 
@@ -121,7 +122,14 @@ class Demo:
         torch.manual_seed(options.seed)
         self.initial = GPT(options.model)
         self.need = device_need(self.initial, *next(self._batches()))
-        self.gpu_mem = options.gpu_mem or self.need.total // 3
+        self.gpu_mem = options.gpu_mem or self._default_gpu_mem()
+
+    def _default_gpu_mem(self) -> int:
+        third = self.need.total // 3
+        if self.options.device == "plain":
+            return third
+        batch = next(self._batches())
+        return device_bytes_that_train(self.initial, *batch, third, most=2 * self.need.total)
 
     def prepare(self) -> Job:
         """Wrap the model, unless the device is "plain"."""

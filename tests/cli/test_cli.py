@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from autohete._version import __version__
@@ -75,12 +76,71 @@ def test_doctor_prints_for_people_too() -> None:
     assert "host memory" in result.output
 
 
-def test_an_error_of_the_contract_is_one_line_and_exit_code_1() -> None:
-    done = autohete("demo", "--plain", "--steps", "1", "--width", "33", "--heads", "2")
+def test_an_error_of_the_work_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
+    (tmp_path / "damaged.json").write_text("{")
+    done = autohete("simulate", str(tmp_path / "damaged.json"))
     assert done.returncode == 1
-    assert done.stderr.strip() == (
-        "autohete: GPTConfig: width is 33, expected a multiple of the 2 heads"
-    )
+    assert done.stderr.startswith(f"autohete: {tmp_path}/damaged.json is damaged")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("plan 7b --gpu a100", "'a100' is not known, expected one of"),
+        ("plan 7x --gpu a100-40", "'7x' is not known, expected a config.json or one of"),
+        ("plan ./nope.json --gpu a100-40", "there is no file ./nope.json"),
+        ("report ./nope.json --gpu a100-40", "there is no file ./nope.json"),
+        ("plan 7b --gpu a100-40 --strategy fast", "'fast' is not known, expected one of autohete"),
+        ("plan 7b --gpu a100-40 --gpu-mem 12GiBs", "--gpu-mem is '12GiBs': unknown unit"),
+        ("plan 7b --gpu a100-40 --gpu-mem -3GiB", "--gpu-mem is '-3GiB', expected between 0"),
+        ("plan 7b --gpu a100-40 --cpu-mem lots", "--cpu-mem is 'lots', expected a size"),
+        ("plan 7b --gpu a100-40 --figure x.jpg", "'x.jpg' expected to end in .svg, .png, .pdf"),
+        ("plan 7b --gpu a100-40 --figure /proc/x.svg", "/proc/x.svg cannot be written"),
+        ("plan 7b --gpu a100-40 --devices 3 --machines 2", "devices is 3 on 2 machines"),
+        ("report 7b --gpu a100-40 -o /nowhere/x.html", "/nowhere/x.html cannot be written"),
+        ("trace -o /proc/trace.json --steps 5", "/proc/trace.json cannot be written"),
+        ("profile 7x", "'7x' is not known"),
+        ("demo --heads 3", "width is 256, expected a multiple of the 3 heads"),
+        ("demo --gpu-mem much", "--gpu-mem is 'much'"),
+    ],
+)
+def test_a_wrong_value_is_exit_code_2_before_anything_is_done(arguments: str, words: str) -> None:
+    result = CliRunner().invoke(group, arguments.split())
+    assert result.exit_code == 2, result.output
+    assert words in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "there", "python"),
+    [
+        ("demo --gpu-mem 1MiB --layers 1", "--gpu-mem is 1.00 MiB", "layers="),
+        ("demo --gpu-mem 1MiB --layers 1", "a smaller --width", "gpu_mem"),
+        ("demo --gpu-mem 5MiB --layers 2 --width 64", "needs at least", "gpu_mem"),
+        pytest.param(
+            "demo --device cuda --layers 1", "--device host", ".to(",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+)  # fmt: skip
+def test_messages_are_in_the_command_lines_words(arguments: str, there: str, python: str) -> None:
+    done = autohete(*arguments.split())
+    assert done.returncode == 1
+    assert there in done.stderr
+    assert python not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", ["trace --steps 5", "compare --layers 2 --width 64 --steps 10"]
+)
+def test_what_takes_long_shows_its_way_in_a_pipe(
+    arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(group, [*arguments.split(), "--json"])
+    assert result.exit_code == 0, result.output
+    assert "autohete: step 5 of " in result.stderr
+    json.loads(result.stdout)
 
 
 def test_check_without_the_host_device_is_refused() -> None:

@@ -99,6 +99,23 @@ def test_a_shell_that_asks_is_told_the_commands() -> None:
     assert "report" in done.stdout, done.stderr
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "demo --layers 1 --width 32 --steps 2",
+        "demo --layers 2 --width 64 --steps 3",
+        "compare --layers 1 --width 8 --steps 2",
+        "compare --layers 2 --width 64 --steps 2",
+    ],
+)
+def test_a_small_model_fits_the_budget_that_is_its_default(
+    arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a run leaves its profile there
+    result = run(*arguments.split())
+    assert result.exit_code == 0, result.output
+
+
 def test_an_unknown_file_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "autohete", "report", str(tmp_path / "nowhere.json")],

@@ -6,9 +6,11 @@ import copy
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -256,6 +258,43 @@ def test_a_file_that_is_not_whole_is_refused(size, tmp_path):
     run = Run("all+c", False)
     with pytest.raises(ValueError, match=r"run.pt cannot be read .* expected a whole file"):
         run.trained.load_checkpoint(path)
+    run.end([])
+
+
+def legacy(path):
+    torch.save({"model": {}}, path, _use_new_zipfile_serialization=False)
+
+
+NO_CHECKPOINT = {
+    "hello": (lambda p: p.write_text("hello"), "begins with b'hello'"),
+    "empty": (lambda p: p.write_text(""), "it is empty"),
+    "a device": (lambda p: p.symlink_to("/dev/null"), "no regular file"),
+    "html": (lambda p: p.write_text("<html>404</html>"), "begins with b'<html>"),
+    "json": (lambda p: p.write_text('{"step": 1}'), "begins with"),
+    "git-lfs": (
+        lambda p: p.write_text("version https://git-lfs.github.com/spec/v1\nsize 5\n"),
+        "git lfs pull",
+    ),
+    "an object": (lambda p: torch.save({"args": Namespace()}, p), "it holds argparse.Namespace"),
+    "TorchScript": (
+        lambda p: torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), p),
+        "a TorchScript archive",
+    ),
+    "old": (legacy, "format before 1.6"),
+    "another archive": (lambda p: ZipFile(p, "w").writestr("a", "b"), "it is damaged: "),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("case", NO_CHECKPOINT)
+def test_what_is_no_checkpoint_is_a_value_error_without_dangerous_advice(case, tmp_path):
+    write, words = NO_CHECKPOINT[case]
+    write(tmp_path / "run.pt")
+    run = Run("all+c", False)
+    with pytest.raises(ValueError, match=r"load_checkpoint: .*run.pt cannot be read") as error:
+        run.trained.load_checkpoint(tmp_path / "run.pt")
+    assert words in str(error.value)
+    assert "weights_only" not in str(error.value) and "\n" not in str(error.value)
     run.end([])
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from models import make_gpt
 from oracle import adamw, forced_plan, plain_loop
 
@@ -46,3 +49,23 @@ def test_a_slow_cpu_lane_is_the_busy_one_and_the_device_waits():
     assert report.cpu_share > 0.7
     assert report.compute_share < 0.5
     assert report.cpu_share > max(report.h2d_share, report.d2h_share)
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "words"),
+    [
+        (1.0, 1.4, None),
+        (1.4, 1.0, None),
+        (1.0, 3.0, "steps took 3.0 times as long as predicted"),
+        (2.0, 1.0, "steps took 0.50 of the time predicted"),
+        (None, 1.0, None),
+    ],
+)
+def test_a_prediction_that_is_far_off_is_said_with_what_it_usually_means(
+    predicted, measured, words
+):
+    report = replace(report_of(2), step_seconds_predicted=predicted, step_seconds_measured=measured)
+    lines = [line for line in str(report).splitlines() if "predicted:" in line]
+    assert bool(lines) == (words is not None)
+    if words:
+        assert words in lines[0] and "usually" in lines[0]

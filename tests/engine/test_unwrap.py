@@ -252,3 +252,32 @@ def test_a_forked_child_can_read_and_leave():
     """)
     assert done.returncode == 0, done.stderr
     assert "child 0" in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_unwrapping_to_a_gpu_that_is_not_there_is_refused_and_training_goes_on():
+    model = make_gpt()
+    optimizer = adamw(model)
+    trained = wrap(model, optimizer)
+    plain_loop(trained, optimizer, 0)
+    with pytest.raises(ValueError, match=r"unwrap: device is cuda, expected cpu"):
+        trained.unwrap("cuda")
+    plain_loop(trained, optimizer, 1)
+    assert trained.unwrap("cpu") is model
+
+
+def test_an_unwrapped_wrapper_is_attached_again_only_on_purpose():
+    expected = train(wrap=None, steps=4)
+    model = make_gpt()
+    optimizer = adamw(model)
+    trained = wrap(model, optimizer)
+    torch.manual_seed(7)
+    losses = [plain_loop(trained, optimizer, step) for step in range(2)]
+    trained.unwrap()
+    with pytest.raises(RuntimeError, match="called after unwrap"):
+        trained(*batch(2))
+    assert trained.run is None
+    trained.to("cpu")
+    losses += [plain_loop(trained, optimizer, step) for step in range(2, 4)]
+    trained.unwrap()
+    assert_bit_equal(Result(losses, model, optimizer), expected)

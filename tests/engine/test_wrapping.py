@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import batch, make_gpt
+from models import Block, batch, make_gpt
 from oracle import adamw
 from torch import nn
 
 from autohete import AutoHeteWrapper, CPUAdamW
+from autohete.units import find_units
 
 
 def layers() -> nn.Module:
@@ -69,6 +70,7 @@ PEAK = """
 import os, resource, sys, tempfile
 import torch
 from autohete import AutoHeteWrapper, CPUAdamW
+from autohete.units import find_units
 from torch import nn
 
 def build():
@@ -109,6 +111,7 @@ MAPPED = """
 import sys
 import torch
 from autohete import AutoHeteWrapper, CPUAdamW
+from autohete.units import find_units
 from torch import nn
 
 source, path, num_layers = sys.argv[1], sys.argv[2], 12
@@ -173,3 +176,11 @@ def test_a_model_mapped_from_a_file_is_wrapped_without_a_second_copy(source, tmp
     unit, slots, noise = parameters // 10, 2 * parameters // 10, 8 << 20
     assert parameters >= 48 << 20
     assert peak <= parameters + unit + slots + noise
+
+
+@pytest.mark.parametrize("layers", [["Block"], "Block", [Block], "modules"])
+def test_layers_are_named_by_class_name_or_module_also_in_a_list(layers):
+    """Lists of class names are what other libraries for this take."""
+    model = make_gpt()
+    units = find_units(model, list(model.blocks) if layers == "modules" else layers)
+    assert [unit.name for unit in units if unit.is_layer] == [f"blocks.{i}" for i in range(4)]

@@ -163,6 +163,12 @@ def too_small_in_the_first_step() -> Any:
     plain_loop(trained, optimizer, 0)
 
 
+def called_after_unwrap() -> Any:
+    trained = attached()
+    trained.unwrap()
+    return trained(*batch(0))
+
+
 def profile_without_plan() -> Any:
     path = Path(tempfile.mkdtemp()) / "autohete_profile.json"
     save_profile(path, plan_for("gpt2", "a100-40", 1, 64, suggest=False).profile)
@@ -345,6 +351,15 @@ CASES = {
         "without a plan",
         "make one with make_plan",
     ),
+    "layers that are a number": Case(
+        lambda f: wrap(layers=3), "layers is 3", "a class or its name", "a list of those"
+    ),
+    "layers that are numbers": Case(
+        lambda f: wrap(layers=[3]), "layers is [3]", "a class or its name", "a list of those"
+    ),
+    "pinning that is neither": Case(
+        lambda f: wrap(pin="yes"), "pin is 'yes'", "expected True or False", "True or False"
+    ),
     "layers that match nothing": Case(
         lambda f: wrap(layers="NoSuchBlock"), "'NoSuchBlock'", "at least one", "give the class"
     ),
@@ -365,7 +380,23 @@ CASES = {
         "use precision=",
     ),
     "another device after wrapping": Case(
-        lambda f: attached().to("meta"), "device is meta", "expected cpu", "unwrap() before moving"
+        lambda f: attached().to("cuda"), "device is cuda", "expected cpu", "unwrap() before moving"
+    ),
+    "a device there is no side for": Case(
+        lambda f: unattached().to("mps"), "device is mps", "expected cuda", "cpu for the host"
+    ),
+    "the meta device": Case(
+        lambda f: unattached().to("meta"), "device is meta", "expected cuda", "cpu for the host"
+    ),
+    "unwrapping to where nothing is": Case(
+        lambda f: attached().unwrap("meta"), "device is meta", "expected cpu", "cpu or cuda"
+    ),
+    "a call after unwrap": Case(
+        lambda f: called_after_unwrap(),
+        "called after unwrap()",
+        "the model that it returned",
+        'call that, or .cuda() or .to("cpu")',
+        RuntimeError,
     ),
     "a report before there is a run": Case(
         lambda f: unattached().report(),

@@ -66,6 +66,7 @@ EXCUSED = {
     "expected shards or replicas": "needs ranks and a partial parameter",
     "expected the CPU; give fully_shard": "needs a GPU and ranks",
     "ranks, expected by one process": "tests/planning/test_cluster.py",
+    "unwrap: device is": "tests/engine/test_unwrap.py: needs a torch without a GPU",
     "holds no trace": "tests/cli/test_commands.py",
 }
 
