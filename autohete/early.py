@@ -9,6 +9,7 @@ where it would do the very same. See docs/adr/0008-updates-ahead-of-step.md.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from autohete.run import Run
 
 _log = logging.getLogger("autohete")
-_MISSES_ALLOWED = 3  # in a row; then updates wait for step() for a while
+_JUDGED = 3  # steps together; where most of their work was in vain, updates wait for a while
 _STEPS_OFF = 50
 _SHARE_OF_MEASURED_MEMORY = 0.6
 
@@ -43,7 +44,7 @@ class EarlyUpdates:
         self._unscaled_by = 1.0  # before the last step, by a scaler's unscale_()
         self._unscaled_now = 1.0  # before this one
         self._counted = (0, 0)  # updates ahead, and those in vain, up to the last step
-        self._misses = 0
+        self._recent: deque[tuple[int, int]] = deque(maxlen=_JUDGED)  # (updates ahead, in vain)
         self._resume_at = 0
         self._told = False
         num_units = len(run.units)
@@ -110,13 +111,9 @@ class EarlyUpdates:
         self._clips, self._asked = self._asked, False
         self._unscaled_by, self._unscaled_now = self._unscaled_now, 1.0
         self._grad_scale = grad_scale
-        if ahead > in_vain or not in_vain:
-            self._misses = 0
+        if self._is_worth_it(ahead, in_vain):
             return
-        self._misses += 1
-        if self._misses < _MISSES_ALLOWED:
-            return
-        self._misses = 0
+        self._recent.clear()
         self._resume_at = self._run.num_steps + _STEPS_OFF
         if not self._told:
             self._told = True
@@ -125,6 +122,14 @@ class EarlyUpdates:
                 "step(), so updates wait for step() (looked at again every %d steps)",
                 _STEPS_OFF,
             )
+
+    def _is_worth_it(self, ahead: int, in_vain: int) -> bool:
+        """Whether most of the last steps' work was used; what was redone may be known a step late."""
+        if ahead or in_vain:
+            self._recent.append((ahead, in_vain))
+        done = sum(ahead for ahead, _ in self._recent)
+        void = sum(in_vain for _, in_vain in self._recent)
+        return len(self._recent) < _JUDGED or 2 * void <= done
 
     def plan_changed(self) -> None:
         """The engine was configured anew; its second copies are gone."""

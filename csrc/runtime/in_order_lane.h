@@ -2,40 +2,32 @@
 // that several processes do together: each does it in the same order, so they meet.
 #pragma once
 
-#include <sys/types.h>
-
-#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <map>
-#include <mutex>
-#include <thread>
+
+#include "csrc/runtime/lane_thread.h"
 
 namespace autohete {
 
-// Any thread may call. A job runs on the lane's thread and must not throw.
+// Any thread may call. A job runs on the lane's thread and must not throw. The destructor drops
+// what has not started and joins.
 class InOrderLane {
  public:
-  InOrderLane();
-  ~InOrderLane();  // drops what has not started and joins
-  InOrderLane(const InOrderLane&) = delete;
-  InOrderLane& operator=(const InOrderLane&) = delete;
-
   // The next job in the order is that of `key`, which is not in it already.
   void expect(int key);
   // The job of `key`, which was expected.
   void ready(int key, std::function<void()> job);
 
  private:
-  void run();
+  bool next_is_ready() const { return !order_.empty() && jobs_.count(order_.front()) > 0; }
+  void run_next(LaneThread::Lock& lock);
 
-  std::mutex mutex_;  // guards all below but thread_
-  std::condition_variable changed_;
+  // With the thread's lock:
   std::deque<int> order_;
   std::map<int, std::function<void()>> jobs_;
-  bool stop_ = false;
-  const pid_t owner_process_;
-  std::thread thread_;
+  LaneThread thread_{[this] { return next_is_ready(); },
+                     [this](LaneThread::Lock& lock) { run_next(lock); }};
 };
 
 }  // namespace autohete

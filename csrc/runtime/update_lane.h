@@ -2,14 +2,11 @@
 // Large ones let more urgent ones pass between their pieces.
 #pragma once
 
-#include <sys/types.h>
-
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <map>
-#include <mutex>
-#include <thread>
+
+#include "csrc/runtime/lane_thread.h"
 
 namespace autohete {
 
@@ -17,11 +14,6 @@ namespace autohete {
 // what has not started and joins.
 class UpdateLane {
  public:
-  UpdateLane();
-  ~UpdateLane();
-  UpdateLane(const UpdateLane&) = delete;
-  UpdateLane& operator=(const UpdateLane&) = delete;
-
   // Queues `job`; smaller priorities run first, equal ones in order of submission.
   using Job = std::function<void(UpdateLane&)>;
   void push(std::uint64_t priority, Job job);
@@ -32,17 +24,14 @@ class UpdateLane {
   void give_way();
 
  private:
-  void run();
-  bool more_urgent() const { return !stop_ && !queue_.empty() && queue_.begin()->first < running_; }
-  void run_first(std::unique_lock<std::mutex>& lock);
+  bool more_urgent() const;
+  void run_first(LaneThread::Lock& lock);
 
-  std::mutex mutex_;  // guards all below but thread_
-  std::condition_variable changed_;
+  // With the thread's lock:
   std::multimap<std::uint64_t, Job> queue_;
   std::uint64_t running_ = 0;  // the priority of the job that runs
-  bool stop_ = false;
-  const pid_t owner_process_;
-  std::thread thread_;
+  LaneThread thread_{[this] { return !queue_.empty(); },
+                     [this](LaneThread::Lock& lock) { run_first(lock); }};
 };
 
 }  // namespace autohete

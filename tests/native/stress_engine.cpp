@@ -227,7 +227,7 @@ TEST_CASE("in random loops every update happens once, and is seen by whoever com
     ahead += loop.updates_ahead();
     gaps += loop.gaps();
   }
-  CHECK(ahead > 1000);
+  CHECK(ahead > 100);  // of some 5000; how many depends on how busy the machine is
   CHECK(gaps > 0);
 }
 
