@@ -124,7 +124,7 @@ class EarlyUpdates:
             )
 
     def _is_worth_it(self, ahead: int, in_vain: int) -> bool:
-        """Whether most of the last steps' work was used; what was redone may be known a step late."""
+        """Whether most of the last steps' work was used; of a redone update it may be told late."""
         if ahead or in_vain:
             self._recent.append((ahead, in_vain))
         done = sum(ahead for ahead, _ in self._recent)

@@ -1,8 +1,8 @@
 """The strategies under a budget that leaves each a plan to choose, on the same lanes.
 
-As strategies.py (compute on one core, CPU lane throttled to a stated r, all loops in turn), but each
-strategy is planned for the same `gpu_mem`: a share of the way from the least that autohete needs to
-what keeps everything on the device. Strategies that do not fit there are left out.
+As strategies.py (compute on one core, CPU lane throttled to a stated r, all loops in turn), but
+each strategy is planned for the same `gpu_mem`: a share of the way from the least that autohete
+needs to what keeps everything on the device. Strategies that do not fit there are left out.
 
     python benchmarks/budgets.py [--rounds 10] [--r 0.7 --r 1 --r 1.5] [--share 0.3] [--link 2e9]
 """
