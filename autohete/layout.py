@@ -218,14 +218,14 @@ def check_budgets(
     if needed > gpu_mem:
         raise InfeasibleError(
             f"gpu_mem is {format_bytes(gpu_mem)}, expected at least {format_bytes(needed)} "
-            f"({needed} bytes) for {config.window} slots as large as the largest units and "
+            f"(gpu_mem={needed}) for {config.window} slots as large as the largest units and "
             "the largest gradients, activations not counted; give more, or name smaller layers "
             "with layers="
         )
     if host > cpu_mem:
         raise InfeasibleError(
             f"cpu_mem is {format_bytes(cpu_mem)}, expected at least {format_bytes(host)} "
-            f"({host} bytes) for parameters, gradients and optimizer state; give more memory or "
+            f"(cpu_mem={host}) for parameters, gradients and optimizer state; give more memory or "
             "train a smaller model"
         )
     return half

@@ -144,6 +144,7 @@ class RunPlan:
         given = self._config.plan
         if given is not None:
             plan = given if isinstance(given, Plan) else _plan_from_file(given)
+            self._warn_of_its_peak(plan)
             self._apply(plan)
             self.plan = plan
             self._side.set_advice(
@@ -157,6 +158,17 @@ class RunPlan:
             "This is the first step, under the plan that needs least; a smaller batch or shorter "
             "sequences need less."
         )
+
+    def _warn_of_its_peak(self, plan: Plan) -> None:
+        """A plan for less memory than it needs may still be used, with smaller batches."""
+        peak, room = plan.device_peak_bytes, self._side.plannable()
+        if peak > room:
+            _log.warning(
+                "autohete: plan: its device peak is %s (gpu_mem=%d), expected within gpu_mem of "
+                "%s; steps as large as it was made for will run out of memory: give more gpu_mem, "
+                "or make a plan for this one",
+                format_bytes(peak), peak, format_bytes(room),
+            )  # fmt: skip
 
     def decide(self, gradients_persist: bool) -> None:
         """Make a plan from the measured step and apply it; stay where none is better.
@@ -297,7 +309,7 @@ class RunPlan:
         if needed > self._side.plannable():
             raise torch.OutOfMemoryError(
                 f"autohete: inputs of {size} (items and longest side of each tensor) need about "
-                f"gpu_mem={needed} bytes ({format_bytes(needed)}) under the plan that needs least, "
+                f"{format_bytes(needed)} (gpu_mem={needed}) under the plan that needs least, "
                 f"given {format_bytes(self._side.plannable())}; nothing was computed yet. Give "
                 "more gpu_mem, smaller batches, or shorter sequences."
             )
@@ -423,9 +435,9 @@ class RunPlan:
     def _advise(self, profile: _C.Profile) -> None:
         least = minimum_gpu_mem(profile, self._cpu_mem, window=self._config.window)
         self._side.set_advice(
-            f"For steps as large as measured so far, gpu_mem={least} bytes would fit; larger ones "
-            "need more: give it, or smaller batches, or shorter sequences. The next step is "
-            "measured again and planned with more to spare."
+            f"For steps as large as measured so far, {format_bytes(least)} (gpu_mem={least}) would "
+            "fit; larger ones need more: give it, or smaller batches, or shorter sequences. The "
+            "next step is measured again and planned with more to spare."
         )
 
 

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "csrc/base/check.h"
+#include "csrc/base/format_bytes.h"
 
 namespace autohete {
 namespace {
@@ -100,12 +101,11 @@ class BudgetAllocator final : public c10::Allocator {
 
  private:
   [[noreturn]] static void refuse(std::size_t bytes, const Budget& budget) {
-    constexpr double kMiB = 1 << 20;
+    const std::size_t least = budget.used() + bytes;
     TORCH_CHECK_WITH(OutOfMemoryError, false, "autohete host device: a tensor asked for ",
-                     bytes / kMiB, " MiB, ", budget.free() / kMiB,
-                     " MiB of gpu_mem=", budget.limit() / kMiB,
-                     " MiB were left; this step needs at least gpu_mem=", budget.used() + bytes,
-                     " bytes. ", current_account->advice);
+                     format_bytes(bytes), ", ", format_bytes(budget.free()), " of ",
+                     format_bytes(budget.limit()), " gpu_mem were left; this step needs at least ",
+                     format_bytes(least), " (gpu_mem=", least, "). ", current_account->advice);
   }
 };
 

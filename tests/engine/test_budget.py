@@ -12,7 +12,7 @@ from models import batch, make_gpt
 from oracle import Result, adamw, assert_bit_equal, train
 
 from autohete import AutoHeteWrapper
-from autohete.planning import minimum_gpu_mem, parse_bytes
+from autohete.planning import format_bytes, minimum_gpu_mem, parse_bytes
 
 MODELS = {
     "plain": partial(make_gpt, layers=3),
@@ -95,9 +95,11 @@ def test_an_allocation_past_the_budget_says_what_was_left_and_what_would_fit():
     with pytest.raises(torch.OutOfMemoryError) as refused:
         loop(64, trained, optimizer, 0)
     text = str(refused.value)
-    assert re.search(r"asked for [\d.e+-]+ MiB", text)
-    assert re.search(r"[\d.e+-]+ MiB of gpu_mem", text)
-    least = int(re.search(r"at least gpu_mem=(\d+) bytes", text)[1])
+    size = r"[\d.]+ [KM]?i?B"
+    assert re.search(rf"asked for {size}, {size} of 700 KiB gpu_mem were left", text)
+    written, least = re.search(rf"at least ({size}) \(gpu_mem=(\d+)\)", text).groups()
+    least = int(least)
+    assert written == format_bytes(least)
     assert least > parse_bytes("700KiB", "gpu_mem")
     assert "smaller batch" in text
     trained.unwrap()
@@ -109,7 +111,7 @@ def test_after_planning_the_advice_names_the_smallest_gpu_mem_of_the_measured_pr
         loop(3, trained, optimizer, step)
     least = minimum_gpu_mem(trained.run.profile, trained.run.cpu_mem, window=2)
     trained(*batch(2, rows=3))
-    with pytest.raises(torch.OutOfMemoryError, match=f"{least} bytes"):
+    with pytest.raises(torch.OutOfMemoryError, match=rf"gpu_mem={least}\)"):
         torch.zeros(1 << 20)  # where the loss would be
     trained.unwrap()
 
@@ -123,7 +125,7 @@ def test_inputs_that_no_plan_can_hold_are_refused_before_anything_is_computed():
     with pytest.raises(torch.OutOfMemoryError, match="nothing was computed yet") as refused:
         loop(64, trained, optimizer, 2)
     assert trained.run.side.peak() == before
-    needed = int(re.search(r"gpu_mem=(\d+) bytes", str(refused.value))[1])
+    needed = int(re.search(r"gpu_mem=(\d+)\)", str(refused.value))[1])
     trained.unwrap()
     roomy, optimizer = wrapped(needed * 2)
     loop(64, roomy, optimizer, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from functools import cache
 
 import pytest
@@ -97,13 +98,13 @@ def test_the_smallest_size_a_refusal_names_is_taken():
     model = make_gpt()
     with pytest.raises(InfeasibleError) as refused:
         wrap(model, adamw(model), gpu_mem="4KiB")
-    needed = int(str(refused.value).split("(")[1].split(" bytes")[0])
+    needed = int(re.search(r"\((?:gpu|cpu)_mem=(\d+)\)", str(refused.value))[1])
     wrap(model, adamw(model), gpu_mem=needed).unwrap()
     with pytest.raises(InfeasibleError):
         wrap(model, adamw(model), gpu_mem=needed - 1)
     with pytest.raises(InfeasibleError) as refused:
         wrap(model, adamw(model), cpu_mem="4KiB")
-    needed = int(str(refused.value).split("(")[1].split(" bytes")[0])
+    needed = int(re.search(r"\((?:gpu|cpu)_mem=(\d+)\)", str(refused.value))[1])
     wrap(model, adamw(model), cpu_mem=needed).unwrap()
 
 

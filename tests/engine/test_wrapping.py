@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import Block, batch, make_gpt
-from oracle import adamw
+from oracle import adamw, forced_plan
 from torch import nn
 
 from autohete import AutoHeteWrapper, CPUAdamW
@@ -184,3 +184,16 @@ def test_layers_are_named_by_class_name_or_module_also_in_a_list(layers):
     model = make_gpt()
     units = find_units(model, list(model.blocks) if layers == "modules" else layers)
     assert [unit.name for unit in units if unit.is_layer] == [f"blocks.{i}" for i in range(4)]
+
+
+def test_a_plan_that_needs_more_than_gpu_mem_is_a_warning_at_wrapping(caplog):
+    model = make_gpt()
+    plan = forced_plan(model, "all")
+    plan.device_peak_bytes = 64 << 20
+    options = {"gpu_mem": "16MiB", "cpu_mem": "64MiB", "profile_path": None, "plan": plan}
+    with caplog.at_level(logging.WARNING, logger="autohete"):
+        trained = AutoHeteWrapper(model, adamw(model), **options).to("cpu")
+    trained.unwrap()
+    (warning,) = [r.getMessage() for r in caplog.records if "device peak" in r.getMessage()]
+    assert "its device peak is 64.0 MiB (gpu_mem=67108864)" in warning
+    assert "within gpu_mem of 16.0 MiB" in warning

@@ -430,8 +430,8 @@ CASES = {
     ),
     "a first step that does not fit": Case(
         lambda f: too_small_in_the_first_step(),
-        "MiB of gpu_mem=",
-        "needs at least gpu_mem=",
+        "KiB gpu_mem were left",
+        "KiB (gpu_mem=",
         "smaller batch",
         torch.OutOfMemoryError,
     ),
