@@ -12,6 +12,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,8 @@ class Library:
 
 def import_torch() -> ModuleType:
     """Return torch, the one that autohete will be built against."""
+    # A build needs no numpy, and a user cannot do anything about its absence here.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     try:
         import torch
     except ImportError as error:
