@@ -162,7 +162,7 @@ def test_a_plan_that_cannot_fit_names_the_smallest_size_and_exits_with_1() -> No
     done = autohete(*"plan 7b --gpu a100-40 --gpu-mem 100MiB --batch 1".split())
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    assert "smallest gpu_mem" in done.stderr
+    assert "smallest --gpu-mem" in done.stderr
 
 
 def test_simulate_reads_a_profile_and_writes_a_trace(tmp_path: Path) -> None:
