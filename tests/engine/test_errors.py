@@ -113,7 +113,7 @@ def test_the_check_before_the_first_step_counts_the_slots_that_are_made():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 64), nn.Linear(64, 8))
     with pytest.raises(InfeasibleError) as refused:
         wrap(model, adamw(model), gpu_mem=1)
-    needed = int(str(refused.value).split("(")[1].split(" bytes")[0])
+    needed = int(str(refused.value).split("(gpu_mem=")[1].split(")")[0])
     gradients = 2048 + 256  # of the second layer, its bias included
     trained = wrap(model, adamw(model), gpu_mem=needed)
     assert trained.run.side.used() == needed - gradients

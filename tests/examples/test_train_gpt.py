@@ -71,7 +71,7 @@ def test_a_budget_below_any_plan_ends_in_one_line(tmp_path: Path) -> None:
     done = run(tmp_path, "-c", command, "demo", *SMALL, "--steps", "3", "--gpu-mem", "10KiB")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    assert "gpu_mem" in done.stderr.strip().splitlines()[-1]
+    assert "--gpu-mem" in done.stderr.strip().splitlines()[-1]
 
 
 @pytest.mark.parametrize("shape", ["gpt2", "llama"])
