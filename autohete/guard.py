@@ -143,6 +143,13 @@ class Guard:
         return self._settled().__reduce_ex__(protocol)
 
 
+def settle_guarded(func: Any, tensors: list[torch.Tensor]) -> None:
+    """Settle what is about to be read by `func` without being asked."""
+    if func not in _METADATA:
+        for tensor in _guarded(tensors):
+            Guard._settled(tensor)
+
+
 class UnitGuard:
     """The guard classes of one unit, and who wears them.
 

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from autohete.guard import settle_guarded
+
 
 class StatePart(DTensor):
-    """A DTensor that cannot be pickled: the file would hold one rank's rows and not say so."""
+    """A DTensor that waits for its rows, and cannot be pickled.
+
+    DTensor hands its rows to operators in C++, where the guard that they wear is not asked; so it
+    is asked first. A pickled one would be one rank's rows, and not say so.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        settle_guarded(func, list(_rows_in((*args, *kwargs.values()))))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RuntimeError(
@@ -18,6 +32,14 @@ class StatePart(DTensor):
             "expected a way to save that knows of parts; use model.save_checkpoint() on all ranks, "
             "or torch.distributed.checkpoint"
         )
+
+
+def _rows_in(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, StatePart):
+            yield value._local_tensor
+        elif isinstance(value, (list, tuple)):
+            yield from _rows_in(value)
 
 
 def shown_whole(part: Tensor, parameter: Tensor, mesh: Any) -> DTensor:
