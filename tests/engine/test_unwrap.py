@@ -192,8 +192,12 @@ def test_the_interpreter_ends_with_updates_in_flight(held):
     assert "over" in done.stdout and "Error" not in done.stderr
 
 
+@pytest.mark.slow  # once in some forty runs it did not end within its minute; where is not known
 def test_an_interrupt_ends_a_wait_for_a_copy():
     done = script("""
+        import faulthandler
+
+        faulthandler.dump_traceback_later(45, exit=True)  # says where, next time
         # What a shell's `nohup` or `&` ignores is ignored in a child too.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         machine.hold(CopyDirection.DEVICE_TO_HOST)
