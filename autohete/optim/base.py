@@ -269,9 +269,8 @@ class CPUOptimizer(Optimizer):
         return update
 
     def _forget_empty(self, param: Tensor) -> None:
-        if (
-            param in self.state and not self.state[param]
-        ):  # as torch, which makes none where the rule needs none
+        # As torch, which makes none where the rule needs none.
+        if param in self.state and not self.state[param]:
             del self.state[param]
 
     def _check_param(self, param: Tensor) -> None:
