@@ -190,13 +190,15 @@ void bind_engine(py::module_& module) {
       .def(
           "configure",
           [](TorchEngine& self, const std::vector<UnitPlan>& plans, int window,
-             std::size_t chunk_bytes, bool priority_order, bool synchronous_moves, bool barrier) {
-            self.configure(plans, {window, chunk_bytes, priority_order, synchronous_moves});
+             std::size_t chunk_bytes, bool priority_order, bool synchronous_moves, bool barrier,
+             bool aggregate) {
+            self.configure(plans,
+                           {window, chunk_bytes, priority_order, synchronous_moves, aggregate});
             self.set_barrier(barrier);
           },
           py::arg("plans"), py::arg("window"), py::arg("chunk_bytes"),
           py::arg("priority_order") = true, py::arg("synchronous_moves") = false,
-          py::arg("barrier") = false)
+          py::arg("barrier") = false, py::arg("aggregate") = true)
       .def("set_update_rate",
            [](TorchEngine& self, double rate) { self.engine().set_update_rate(rate); })
       .def("leave", &TorchEngine::leave, py::arg("device"))

@@ -140,6 +140,8 @@ UnitBlocks TorchUnit::blocks() const {
   blocks.name = name_;
   blocks.plan = plan_;
   blocks.param_bytes = param_bytes_;
+  for (const TorchParameter& parameter : parameters_)
+    blocks.param_offsets.push_back(parameter.value.offset());
   blocks.params_host = params_host_;
   blocks.params_device = params_device_;
   blocks.gradients_host = gradients_host_;

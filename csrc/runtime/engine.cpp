@@ -245,12 +245,26 @@ void Engine::drop(Unit& unit) {
 }
 
 // With mutex_ held.
+std::vector<CopySegment> Engine::upload_segments(const Unit& unit) const {
+  std::byte* to = device_block(unit)->data();
+  const std::byte* from = unit.blocks.params_host->data();
+  const std::size_t bytes = unit.blocks.param_bytes;
+  if (options_.aggregate || unit.blocks.param_offsets.empty()) return {{to, from, bytes}};
+  std::vector<CopySegment> segments;
+  std::vector<std::size_t> ends = unit.blocks.param_offsets;
+  ends.push_back(bytes);
+  for (std::size_t i = 0; i + 1 < ends.size(); ++i)
+    segments.push_back({to + ends[i], from + ends[i], ends[i + 1] - ends[i]});
+  return segments;
+}
+
+// With mutex_ held.
 void Engine::start_upload(int index, std::uint64_t priority) {
   Unit& unit = units_[index];
   advance(unit, UnitEvent::kUploadStarted);
   CopyJob job;
-  job.segments = {
-      {device_block(unit)->data(), unit.blocks.params_host->data(), unit.blocks.param_bytes}};
+  job.segments = upload_segments(unit);
+  job.merge = options_.aggregate;
   job.priority = rank(priority);
   job.unit = index;
   job.after = unit.slot >= 0 ? slots_[unit.slot].last_use : unit.last_use;

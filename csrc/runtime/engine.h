@@ -47,6 +47,7 @@ struct UnitBlocks {
   std::string name;
   UnitPlan plan;
   std::size_t param_bytes = 0;
+  std::vector<std::size_t> param_offsets;  // of each parameter in its block, ascending
   BlockPtr params_host, params_device, gradients_host;
 };
 
@@ -57,6 +58,7 @@ struct EngineOptions {
   // How other systems order the same work, to race them on the same lanes.
   bool priority_order = true;      // false: first in, first out on every lane
   bool synchronous_moves = false;  // nothing is copied beside compute: no prefetch, sends wait
+  bool aggregate = true;           // false: an upload is a copy per parameter, not one per unit
 };
 
 // Work on a unit's gradients that need not wait for step(). Both may be empty; both run on the CPU
@@ -210,6 +212,7 @@ class Engine {
   void wait(Lock& lock, double EngineCounters::* cause, int unit, Predicate ready);
   bool take_slot(int unit);
   void drop(Unit& unit);
+  std::vector<CopySegment> upload_segments(const Unit& unit) const;
   void start_upload(int unit, std::uint64_t priority);
   void prefetch();
   void start_update(int unit);

@@ -60,8 +60,8 @@ struct Chunk {
   Notice is_over;
 };
 
-// The next copy of a job: up to `limit` bytes from where it stands, over segments that follow each
-// other in both memories. Moves the job on.
+// The next copy of a job: up to `limit` bytes from where it stands, over segments that may be
+// merged. Moves the job on.
 CopySegment take_copy(Progress& progress, std::size_t limit) {
   const auto& segments = progress.job.segments;
   const CopySegment& first = segments[progress.segment];
@@ -77,7 +77,9 @@ CopySegment take_copy(Progress& progress, std::size_t limit) {
     const std::size_t taken = std::min(limit - copy.bytes, next.bytes - progress.offset);
     copy.bytes += taken;
     progress.offset += taken;
-    if (progress.offset == next.bytes) ++progress.segment, progress.offset = 0;
+    if (progress.offset < next.bytes) continue;
+    ++progress.segment, progress.offset = 0;
+    if (!progress.job.merge) break;
   }
   return copy;
 }

@@ -27,6 +27,7 @@ struct CopyJob {
   std::uint64_t priority = 0;  // smaller first; equal priorities in order of submission
   int unit = -1;               // for the timeline
   std::string what;            // for the timeline; empty: "upload" or "download"
+  bool merge = true;           // segments that follow each other in both memories are one copy
   Event after;                 // the first chunk starts after this event
   // Called once, on the lane's own thread, with null or what failed. The job's memory may be
   // reused from then on. Must not throw. It may submit to any lane; it must not destroy this one.
@@ -36,9 +37,8 @@ struct CopyJob {
 // Owns one thread and one device stream. Any thread may submit.
 //
 // A job whose `after` is not complete stands aside: jobs that are ready pass it whatever their
-// priority. Segments that follow each other in both memories are copied as one, and many small ones
-// share a chunk. A failed chunk ends its own job only. In a forked child submit() copies on the
-// caller and calls done() before it returns.
+// priority. Many small segments share a chunk. A failed chunk ends its own job only. In a forked
+// child submit() copies on the caller and calls done() before it returns.
 class TransferLane {
  public:
   // `device` and `timeline` must outlive the lane. Throws std::invalid_argument when chunk_bytes

@@ -6,7 +6,10 @@ from functools import partial
 
 import pytest
 from models import make_gpt
-from oracle import assert_bit_equal, forced_plan, train
+from oracle import assert_bit_equal, forced_plan, plain_loop, train
+
+from autohete import AutoHeteWrapper
+from autohete._C import CopyDirection
 
 SMALL = partial(make_gpt, layers=3)
 STRATEGIES = {
@@ -31,8 +34,6 @@ def test_systems_with_an_iteration_barrier_leave_nothing_in_flight(strategy):
     seen = []
 
     def loop(model, optimizer, step):
-        from oracle import plain_loop
-
         loss = plain_loop(model, optimizer, step)
         engine = model.run.engine
         seen.extend(engine.unit_state(u)[1] for u in range(engine.num_units()))
@@ -51,3 +52,29 @@ def test_a_slower_cpu_lane_changes_no_bit():
         prepare=lambda model: model.run.engine.set_update_rate(2e6),
     )
     assert_bit_equal(ours, train(wrap=None, build=SMALL))
+
+
+@pytest.mark.parametrize("aggregate", [True, False])
+def test_an_upload_is_one_copy_or_without_aggregation_one_per_parameter(aggregate):
+    copies, uploads = [], []
+
+    def configure(model):
+        run, plan = model.run, model.plan
+        run.engine.configure(plan.units, plan.window, chunk_bytes=1 << 20, aggregate=aggregate)
+        run.engine.record_timeline(True)
+
+    def loop(model, optimizer, step):
+        loss = plain_loop(model, optimizer, step)
+        if isinstance(model, AutoHeteWrapper):
+            model.synchronize()
+            run = model.run
+            copies.append(run.side.machine.num_copies_ended(CopyDirection.HOST_TO_DEVICE))
+            sizes = [len(unit.parameters) for unit in run.units]
+            spans = [span for span in run.engine.take_timeline() if span[2] == "upload"]
+            uploads.append(sum(1 if aggregate else sizes[unit] for _, unit, *_ in spans))
+        return loss
+
+    plan = partial(forced_plan, kinds="all")
+    ours = train(wrap={"plan": plan}, build=SMALL, loop=loop, prepare=configure)
+    assert_bit_equal(ours, train(wrap=None, build=SMALL))
+    assert copies[-1] - copies[0] == sum(uploads[1:]) > 0
