@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections.abc
 import torch
 import typing
-__all__: list[str] = ['ActivationRule', 'AdamHyper', 'Budgets', 'CopyDirection', 'DeviceHandle', 'Direction', 'Engine', 'Formulation', 'Goal', 'HardwareProfile', 'HostMachine', 'InfeasibleError', 'KeptAdamW', 'KeptLion', 'KeptSgd', 'LionHyper', 'Plan', 'PlannerOptions', 'Profile', 'RankProfile', 'Segment', 'SegmentCounts', 'SgdHyper', 'SimulatedLane', 'SimulatedSpan', 'Simulation', 'SimulationPolicy', 'Tier', 'UNIT_EVENTS', 'UnitPlan', 'UnitProfile', 'UpdateStats', 'Workers', 'adamw_', 'cast_', 'cgroup_cpu_quota', 'content_hash', 'copy_', 'cpu_features', 'cpus_for_rank', 'decode_plan', 'default_num_workers', 'device_peak_bytes', 'device_visits', 'finish_plan', 'formulate', 'gradient_stats', 'host_bytes', 'lane_seconds', 'lion_', 'minimum_device_bytes', 'minimum_host_bytes', 'next_unit_state', 'next_use_distance', 'policy_of', 'predict_plan', 'release_file_pages', 'require_feasible', 'require_within', 'search_plan', 'sgd_', 'simulate', 'squared_norm', 'validate_hardware', 'validate_plan', 'validate_profile']
+__all__: list[str] = ['ActivationRule', 'AdamHyper', 'Budgets', 'CopyDirection', 'DeviceHandle', 'Direction', 'Engine', 'Formulation', 'Goal', 'HardwareProfile', 'HostMachine', 'InfeasibleError', 'KeptAdamW', 'KeptLion', 'KeptSgd', 'LionHyper', 'Plan', 'PlannerOptions', 'Profile', 'RankProfile', 'Segment', 'SegmentCounts', 'SgdHyper', 'SimulatedLane', 'SimulatedSpan', 'Simulation', 'SimulationPolicy', 'Tier', 'UNIT_EVENTS', 'UnitPlan', 'UnitProfile', 'UpdateStats', 'Workers', 'adamw_', 'cast_', 'cgroup_cpu_quota', 'change_class', 'change_class_of_gradients', 'content_hash', 'copy_', 'cpu_features', 'cpus_for_rank', 'decode_plan', 'default_num_workers', 'device_peak_bytes', 'device_visits', 'finish_plan', 'formulate', 'gradient_stats', 'host_bytes', 'lane_seconds', 'lion_', 'minimum_device_bytes', 'minimum_host_bytes', 'next_unit_state', 'next_use_distance', 'policy_of', 'predict_plan', 'release_file_pages', 'require_feasible', 'require_within', 'search_plan', 'sgd_', 'simulate', 'squared_norm', 'validate_hardware', 'validate_plan', 'validate_profile']
 class UpdateStats:
     """
     By-products of one pass over gradients.
@@ -1017,6 +1017,14 @@ def cast_(workers: Workers, dst: typing.Any, src: typing.Any, level: str | None 
     """
 def cgroup_cpu_quota(root: str = '') -> int:
     ...
+def change_class(tensors: list[typing.Any], source: type, target: type) -> None:
+    """
+    Make tensors whose class is exactly `source` instances of `target`; others stay.
+    """
+def change_class_of_gradients(parameters: list[typing.Any], source: type, target: type) -> None:
+    """
+    The same for the gradients they have now.
+    """
 def content_hash(workers: Workers, tensors: list[typing.Any], level: str | None = None) -> int:
     """
     A 128-bit hash of the tensors' bytes and order, see csrc/kernels/content_hash.h.

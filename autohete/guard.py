@@ -21,6 +21,8 @@ from torch import nn
 from torch.amp import grad_scaler
 from torch.nn.utils import clip_grad
 
+from autohete import _C
+
 _Tensor: Any = torch.Tensor  # descriptors: their types are not declared
 
 # What a tensor answers without looking at its bytes. Everything else settles it first.
@@ -150,6 +152,29 @@ def settle_guarded(func: Any, tensors: list[torch.Tensor]) -> None:
             Guard._settled(tensor)
 
 
+class GuardedParameter(Guard, nn.Parameter):
+    """Its gradient without the way through __torch_function__: loops ask for it a lot."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        asked_openly = torch._C._is_torch_function_enabled()
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient: torch.Tensor | None = _GET_GRADIENT(self)
+        if gradient is not None and asked_openly:
+            self._hand_out()
+        return gradient
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            _Tensor.grad.__set__(self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            _Tensor.grad.__delete__(self)
+
+
 class UnitGuard:
     """The guard classes of one unit, and who wears them.
 
@@ -170,7 +195,7 @@ class UnitGuard:
         body: dict[str, Any] = {"settle": staticmethod(settle)}
         if gradient_taken is not None:
             body["gradient_taken"] = staticmethod(gradient_taken)
-        self._parameter: Any = type("Parameter", (Guard, nn.Parameter), dict(body))
+        self._parameter: Any = type("Parameter", (GuardedParameter,), dict(body))
         self._tensor: Any = type("Tensor", (Guard, torch.Tensor), dict(body))
         body = {"settle": staticmethod(settle_gradient)}
         if answer is not None:
@@ -179,34 +204,18 @@ class UnitGuard:
 
     def wear(self, parameters: list[nn.Parameter], moments: list[torch.Tensor]) -> None:
         """Guard parameters and moments; tensors of other classes stay as they are."""
-        for parameter in parameters:
-            if type(parameter) is nn.Parameter:
-                parameter.__class__ = self._parameter
-        for moment in moments:
-            if type(moment) is torch.Tensor:
-                moment.__class__ = self._tensor
+        _C.change_class(parameters, nn.Parameter, self._parameter)
+        _C.change_class(moments, torch.Tensor, self._tensor)
 
     def wear_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Guard the gradients the parameters have now."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter in parameters:
-                gradient = parameter.grad
-                if gradient is not None and type(gradient) is torch.Tensor:
-                    gradient.__class__ = self._gradient
+        _C.change_class_of_gradients(parameters, torch.Tensor, self._gradient)
 
     def take_off(self, parameters: list[nn.Parameter], moments: list[torch.Tensor]) -> None:
         """Make them instances of their own classes again."""
-        for parameter in parameters:
-            if type(parameter) is self._parameter:
-                parameter.__class__ = nn.Parameter
-        for moment in moments:
-            if type(moment) is self._tensor:
-                moment.__class__ = torch.Tensor
+        _C.change_class(parameters, self._parameter, nn.Parameter)
+        _C.change_class(moments, self._tensor, torch.Tensor)
 
     def take_off_gradients(self, parameters: list[nn.Parameter]) -> None:
         """The same for the gradients the parameters have now."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter in parameters:
-                gradient = parameter.grad
-                if gradient is not None and type(gradient) is self._gradient:
-                    gradient.__class__ = torch.Tensor
+        _C.change_class_of_gradients(parameters, self._gradient, torch.Tensor)

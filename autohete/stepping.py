@@ -60,6 +60,9 @@ class OptimizerBridge:
         self._places: dict[int, tuple[int, int]] = {}
         self._seen: dict[tuple[int, int], dict[str, Any]] = {}  # as the optimizer shows them
         self._local: dict[tuple[int, int], dict[str, Any]] = {}  # what of them this rank has
+        # What _seen is known to be from: the optimizer's own dict, and the ids of its values.
+        self._shown: dict[tuple[int, int], tuple[dict[str, Any], list[int]]] = {}
+        self._moments_known: list[list[Tensor]] | None = None
         self._step_before: Any = None
         self._installed: Any = None
         self._loading: dict[str, Any] | None = None
@@ -227,10 +230,15 @@ class OptimizerBridge:
                 self._run.units, managed, self._local, hypers, self._group_of, self.part_of
             )
         self._run.bring_device_parts()
-        moments: list[list[Tensor]] = [[] for _ in self._run.units]
-        for (u, _), state in self._local.items():
-            moments[u] += [t for key, t in state.items() if key != "step"]
-        return moments
+        return self._moments()
+
+    def _moments(self) -> list[list[Tensor]]:
+        """What this rank has of the moments, by unit; made anew when some were replaced."""
+        if self._moments_known is None:
+            self._moments_known = [[] for _ in self._run.units]
+            for (u, _), state in self._local.items():
+                self._moments_known[u] += [t for key, t in state.items() if key != "step"]
+        return self._moments_known
 
     def hypers(self, grad_scale: float = 1.0) -> list[_C.AdamHyper]:
         """Return the param groups' numbers as they stand.
@@ -270,13 +278,18 @@ class OptimizerBridge:
         state = self.optimizer.state
         for u, unit in enumerate(self._run.units):
             for i, parameter in enumerate(unit.parameters):
+                given = state.get(parameter)
+                before = self._shown.get((u, i))
+                if before and given is before[0] and [*map(id, given.values())] == before[1]:
+                    continue
                 if not self.updates(parameter):
                     continue
                 seen = self._seen.get((u, i))
-                given = state.get(parameter)
                 if not given or "exp_avg" not in given:
                     if self._seen.pop((u, i), None) is not None:
                         self._local.pop((u, i))
+                        self._shown.pop((u, i))
+                        self._moments_known = None
                         self._run.engine.forget_state(u, i)
                     continue
                 if seen is not None and all(given.get(k) is t for k, t in seen.items()):
@@ -315,7 +328,10 @@ class OptimizerBridge:
                     same = then.get(key) is part
                     shown[key] = before[key] if same else ranks.shown(part, parameter)
         self._local[(u, i)], self._seen[(u, i)] = state, shown
-        self.optimizer.state[parameter].update(shown)
+        given = self.optimizer.state[parameter]
+        given.update(shown)
+        self._shown[(u, i)] = given, [*map(id, given.values())]
+        self._moments_known = None
 
     @property
     def state_keys(self) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 
 namespace autohete {
 void bind_cuda(pybind11::module_& module);
+void bind_guard(pybind11::module_& module);
 void bind_ops(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
 void bind_runtime(pybind11::module_& module);
@@ -11,6 +12,7 @@ void bind_updates(pybind11::module_& module);
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "autohete's C++ core";
+  autohete::bind_guard(module);
   autohete::bind_ops(module);
   autohete::bind_updates(module);
   autohete::bind_plan(module);

@@ -45,11 +45,9 @@ def test_units_are_updated_ahead_of_step_with_the_bits_of_plain_training(kind):
     assert counted["withdrawn"] == 0
 
 
-def await_update_ahead(run, gradient):
-    """Until the unit that the gradient belongs to has been updated ahead of step()."""
-    unit = next(
-        i for i, unit in enumerate(run.units) if any(p.grad is gradient for p in unit.parameters)
-    )
+def await_update_ahead(run, parameter):
+    """Until its unit is updated ahead of step(). Whoever reads a gradient stops what waits."""
+    unit = next(i for i, u in enumerate(run.units) if any(p is parameter for p in u.parameters))
     ahead = (unit, "update ahead")
     while ahead not in [span[1:3] for span in run.engine.take_timeline()]:
         pass
@@ -62,7 +60,7 @@ def test_a_unit_that_is_updated_in_several_pieces_has_the_bits_of_plain_training
 
     def edit(model, optimizer, step):
         if isinstance(model, AutoHeteWrapper) and step >= 2:  # two steps tell what to expect
-            await_update_ahead(model.run, gradients(model)[-1])
+            await_update_ahead(model.run, list(model.parameters())[-1])
         gradients(model)[-1].view(-1)[-3:].mul_(2 if edited else 1)
 
     counted = compare(
