@@ -19,12 +19,21 @@ STRATEGIES = (
     "offload_everything",
 )
 Units = list[_C.UnitPlan]
+Fits = Callable[[Units], bool]
 
 
 def plan_strategy(
-    strategy: str, profile: _C.Profile, budgets: _C.Budgets, options: _C.PlannerOptions
+    strategy: str,
+    profile: _C.Profile,
+    budgets: _C.Budgets,
+    options: _C.PlannerOptions,
+    *,
+    recompute: tuple[bool, ...] = (False, True),
 ) -> _C.Plan:
     """Return the plan of a strategy other than "autohete".
+
+    Args:
+        recompute: what may be chosen, for all layers at once. device_only recomputes none.
 
     Raises:
         InfeasibleError: none of its placements fits; it names the needs of the smallest one.
@@ -46,7 +55,7 @@ def plan_strategy(
 
     policy = _C.policy_of(strategy)
     policy.early_uploads = options.early_uploads
-    plans = [as_plan(units) for units in _PLACEMENTS[strategy](profile, fits)]
+    plans = [as_plan(units) for units in _PLACEMENTS[strategy](profile, fits, recompute)]
     for plan in plans:
         _C.predict_plan(profile, plan, policy)
     fitting = [plan for plan in plans if fits(plan.units)]
@@ -72,7 +81,7 @@ def _place(profile: _C.Profile, *, state: int, parameters: int, recompute: bool)
     return units
 
 
-def _smallest(count: int, place: Callable[[int], Units], fits: Callable[[Units], bool]) -> Units:
+def _smallest(count: int, place: Callable[[int], Units], fits: Fits) -> Units:
     """The placement with the smallest number in 0 .. count that fits; the largest if none does."""
     low, high = 0, count
     while low < high:
@@ -84,18 +93,18 @@ def _smallest(count: int, place: Callable[[int], Units], fits: Callable[[Units],
     return place(low)
 
 
-def _device_only(profile: _C.Profile, fits: Callable[[Units], bool]) -> Iterator[Units]:
+def _device_only(profile: _C.Profile, fits: Fits, choices: tuple[bool, ...]) -> Iterator[Units]:
     yield _place(profile, state=0, parameters=0, recompute=False)
 
 
-def _zero_offload(profile: _C.Profile, fits: Callable[[Units], bool]) -> Iterator[Units]:
-    for recompute in (False, True):
+def _zero_offload(profile: _C.Profile, fits: Fits, choices: tuple[bool, ...]) -> Iterator[Units]:
+    for recompute in choices:
         yield _place(profile, state=len(profile.units), parameters=0, recompute=recompute)
 
 
-def _patrickstar(profile: _C.Profile, fits: Callable[[Units], bool]) -> Iterator[Units]:
+def _patrickstar(profile: _C.Profile, fits: Fits, choices: tuple[bool, ...]) -> Iterator[Units]:
     count = len(profile.units)
-    for recompute in (False, True):
+    for recompute in choices:
         yield _smallest(
             2 * count,  # first the optimizer chunks leave one by one, then the parameters
             lambda k: _place(
@@ -108,8 +117,8 @@ def _patrickstar(profile: _C.Profile, fits: Callable[[Units], bool]) -> Iterator
         )
 
 
-def _stronghold(profile: _C.Profile, fits: Callable[[Units], bool]) -> Iterator[Units]:
-    for recompute in (False, True):
+def _stronghold(profile: _C.Profile, fits: Fits, choices: tuple[bool, ...]) -> Iterator[Units]:
+    for recompute in choices:
         yield _smallest(
             len(profile.units),
             lambda k: _place(profile, state=k, parameters=k, recompute=recompute),  # noqa: B023
@@ -117,13 +126,15 @@ def _stronghold(profile: _C.Profile, fits: Callable[[Units], bool]) -> Iterator[
         )
 
 
-def _offload_everything(profile: _C.Profile, fits: Callable[[Units], bool]) -> Iterator[Units]:
+def _offload_everything(
+    profile: _C.Profile, fits: Fits, choices: tuple[bool, ...]
+) -> Iterator[Units]:
     count = len(profile.units)
-    for recompute in (False, True):
+    for recompute in choices:
         yield _place(profile, state=count, parameters=count, recompute=recompute)
 
 
-_PLACEMENTS: dict[str, Callable[[_C.Profile, Callable[[Units], bool]], Iterator[Units]]] = {
+_PLACEMENTS: dict[str, Callable[[_C.Profile, Fits, tuple[bool, ...]], Iterator[Units]]] = {
     "zero_offload": _zero_offload,
     "patrickstar": _patrickstar,
     "stronghold": _stronghold,

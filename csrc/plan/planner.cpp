@@ -1,8 +1,10 @@
 #include "csrc/plan/planner.h"
 
 #include <cmath>
+#include <string>
 
 #include "csrc/base/check.h"
+#include "csrc/base/format_bytes.h"
 #include "csrc/plan/cost_model.h"
 #include "csrc/plan/refine.h"
 #include "csrc/plan/validate.h"
@@ -27,7 +29,12 @@ std::size_t minimum(const Profile& profile, const Budgets& budgets, const Planne
 
 std::string smallest(const char* name, std::size_t bytes, const char* given) {
   if (bytes == 0) return concat("no ", name, " is enough with this ", given);
-  return concat("the smallest ", name, " that fits with this ", given, " is ", bytes, " bytes");
+  return concat("the smallest ", name, " that fits with this ", given, " is ", format_bytes(bytes),
+                " (", name, "=", bytes, ")");
+}
+
+std::string budget_text(std::size_t bytes) {
+  return bytes >= kUnlimited ? "not limited" : format_bytes(bytes);
 }
 
 }  // namespace
@@ -52,12 +59,13 @@ void require_feasible(const Profile& profile, const Budgets& budgets,
   const std::size_t host = minimum_host_bytes(profile, budgets.device_bytes, options);
   const char* binding = device == 0 ? (host == 0 ? "gpu_mem and cpu_mem" : "cpu_mem")
                                     : (host == 0 ? "gpu_mem" : "gpu_mem or cpu_mem");
-  throw InfeasibleError(concat("make_plan: gpu_mem is ", budgets.device_bytes, " and cpu_mem is ",
-                               budgets.host_bytes, " bytes, expected room for a plan; ", binding,
-                               " must grow: ", smallest("gpu_mem", device, "cpu_mem"), ", ",
-                               smallest("cpu_mem", host, "gpu_mem"),
-                               "; raise it, or use a smaller batch or shorter sequences"),
-                        device, host, binding);
+  throw InfeasibleError(
+      concat("make_plan: gpu_mem is ", budget_text(budgets.device_bytes), " and cpu_mem is ",
+             budget_text(budgets.host_bytes), ", expected room for a plan; ", binding,
+             " must grow: ", smallest("gpu_mem", device, "cpu_mem"), ", ",
+             smallest("cpu_mem", host, "gpu_mem"),
+             "; raise it, or use a smaller batch or shorter sequences"),
+      device, host, binding);
 }
 
 void predict_plan(const Profile& profile, Plan& plan, const SimulationPolicy& policy) {
@@ -86,9 +94,11 @@ void require_within(const Profile& profile, const Plan& plan, const Budgets& bud
   if (!device_binds && !host_binds) return;
   const char* binding = !host_binds ? "gpu_mem" : device_binds ? "gpu_mem and cpu_mem" : "cpu_mem";
   throw InfeasibleError(
-      concat("make_plan: strategy '", plan.strategy, "' needs ", device, " bytes of gpu_mem and ",
-             host, " of cpu_mem, given ", budgets.device_bytes, " and ", budgets.host_bytes, "; ",
-             binding, " must grow, or use strategy 'autohete' or a smaller batch"),
+      concat("make_plan: strategy '", plan.strategy, "' needs ", format_bytes(device),
+             " of gpu_mem (gpu_mem=", device, ") and ", format_bytes(host),
+             " of cpu_mem (cpu_mem=", host, "), gpu_mem is ", budget_text(budgets.device_bytes),
+             " and cpu_mem is ", budget_text(budgets.host_bytes), "; ", binding,
+             " must grow, or use strategy 'autohete' or a smaller batch"),
       device, host, binding);
 }
 

@@ -164,14 +164,14 @@ CASES = {
     ),
     "no plan fits the device": Case(
         lambda f: make_plan(profile(), "1MiB"),
-        "gpu_mem is 1048576",
+        "gpu_mem is 1.00 MiB",
         "the smallest gpu_mem that fits",
         "raise it",
         InfeasibleError,
     ),
     "no plan fits the host": Case(
         lambda f: make_plan(profile(), "800MiB", "1MiB"),
-        "cpu_mem is 1048576",
+        "cpu_mem is 1.00 MiB",
         "the smallest cpu_mem that fits",
         "raise it",
         InfeasibleError,
