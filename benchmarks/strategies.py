@@ -8,7 +8,7 @@ first is not counted (it pays for the loop before it); the period is the mean of
 the longest of it, parameters / rate, and bytes / bandwidth.
 
     python benchmarks/strategies.py [--rounds 20] [--layers 24] [--width 128] [--tokens 256]
-        [--r 0.5 --r 1 ...] [--clip never|always|none] [--link 2e9] [--json FILE]
+        [--r 0.5 --r 1 ...] [--clip never|always|none] [--link 2e9 [--latency 20e-6]] [--json FILE]
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def contenders() -> dict[str, Contender]:
         "gated": Contender(keywords={"early_updates": False}),
         "first in, first out": Contender(order={"priority_order": False}),
         "barrier": Contender(order={"barrier": True}),
+        "a copy per parameter": Contender(order={"aggregate": False}),
     }
 
 
@@ -79,7 +80,9 @@ def placement(model: nn.Module, strategy: str) -> Plan:
 class Loop:
     """A model and its training step."""
 
-    def __init__(self, config: GPTConfig, contender: Contender, rate: float, link: float) -> None:
+    def __init__(
+        self, config: GPTConfig, contender: Contender, rate: float, link: float, latency: float = 0
+    ) -> None:
         torch.manual_seed(0)
         self.model: nn.Module = GPT(config)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
@@ -99,7 +102,7 @@ class Loop:
         run.engine.set_update_rate(rate)
         if link:
             for direction in (CopyDirection.HOST_TO_DEVICE, CopyDirection.DEVICE_TO_HOST):
-                run.side.machine.set_link(direction, link)
+                run.side.machine.set_link(direction, link, latency)
 
     def step(self, data: torch.Tensor, clip: str) -> None:
         logits = self.model(data[:, :-1])
@@ -133,14 +136,14 @@ def part_cores(cores: list[int]) -> str:
 
 def measure_cell(
     config: GPTConfig, data: torch.Tensor, r: float, seconds: float, rounds: int, clip: str,
-    link: float, cores: list[int], names: tuple[str, ...],
+    link: float, latency: float, cores: list[int], names: tuple[str, ...],
 ) -> dict[str, Any]:  # fmt: skip
     """All contenders at one r, interleaved. `seconds` is what forward and backward take."""
     model = GPT(config)
     num_parameters = sum(p.numel() for p in model.parameters())
     rate = num_parameters / (r * seconds)
     fields = {n: c for n, c in contenders().items() if n in ("compute", "autohete", *names)}
-    loops = {name: Loop(config, c, rate, link) for name, c in fields.items()}
+    loops = {name: Loop(config, c, rate, link, latency) for name, c in fields.items()}
     for loop in loops.values():
         loop.round(data, clip)
     parted = part_cores(cores)
@@ -149,9 +152,7 @@ def measure_cell(
             fields[name].seconds.append(loop.round(data, clip))
     times = {name: median(c.seconds) for name, c in fields.items()}
     compute = times.pop("compute")
-    link_bytes = (
-        4 * num_parameters
-    )  # gradients down; parameters up twice at most, in two directions
+    link_bytes = 4 * num_parameters  # gradients down once, parameters up twice at most
     lanes = {
         "compute": compute,
         "CPU": num_parameters / rate,
@@ -204,10 +205,11 @@ def show(cells: list[dict[str, Any]], title: str) -> None:
 @click.option("--clip", type=click.Choice(["none", "never", "always"]), default="none",
               show_default=True, help="clip_grad_norm_: does it clip?")  # fmt: skip
 @click.option("--link", default=0.0, help="Bytes per second each way; 0: as fast as memory.")
+@click.option("--latency", default=0.0, help="Seconds that each copy over such a link takes more.")
 @click.option("--json", "path", type=click.Path(dir_okay=False), help="Where the figures go.")
 def main(
     rounds: int, layers: int, width: int, tokens: int, ratios: tuple[float, ...], clip: str,
-    link: float, path: str | None, against: tuple[str, ...],
+    link: float, latency: float, path: str | None, against: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Print step times over the binding lane's for each strategy and r."""
     torch.set_num_threads(1)
@@ -219,9 +221,10 @@ def main(
     part_cores(cores)
     seconds = median(alone.round(data, "none") for _ in range(5))
     cells = [
-        measure_cell(config, data, r, seconds, rounds, clip, link, cores, against) for r in ratios
+        measure_cell(config, data, r, seconds, rounds, clip, link, latency, cores, against)
+        for r in ratios
     ]
-    links = f"links {link:.1e} B/s" if link else "links not throttled"
+    links = f"links {link:.1e} B/s, {latency:.1e} s a copy" if link else "links not throttled"
     size = f"{layers} layers, width {width}, {tokens} tokens"
     title = f"step / binding lane: {size}, clip {clip}, {links}"
     show(cells, title)

@@ -7,7 +7,6 @@
 #include <cstddef>
 #include <cstdio>
 #include <string>
-#include <string>
 
 namespace autohete {
 
