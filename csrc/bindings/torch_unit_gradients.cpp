@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "csrc/base/check.h"
+#include "csrc/bindings/owners.h"
 #include "csrc/bindings/torch_unit.h"
 #include "csrc/bindings/unit_parts.h"
 
@@ -182,7 +183,7 @@ bool TorchUnit::offered_unchanged() const {
 bool TorchUnit::offered_alone() const {
   return std::all_of(parameters_.begin(), parameters_.end(), [](const TorchParameter& parameter) {
     const at::Tensor& gradient = parameter.value.tensor().grad();
-    return gradient.use_count() == (parameter.leaving.is_same(gradient) ? 2 : 1);
+    return is_alone(gradient, parameter.leaving.is_same(gradient) ? 2 : 1);
   });
 }
 

@@ -173,6 +173,22 @@ def test_an_edit_between_backward_and_step_is_what_the_update_sees(edit, kind):
     assert compare(loop, kind)["updates_ahead"] > 0
 
 
+def test_what_nobody_touched_is_not_looked_at_again():
+    """An update that ran ahead is over at step(): no other work of the CPU lane stands for it."""
+    spans = []
+
+    def loop(model, optimizer, step):
+        loss = plain_loop(model, optimizer, step)
+        if isinstance(model, AutoHeteWrapper):
+            model.synchronize()
+            spans.extend(span[2] for span in model.run.engine.take_timeline())
+        return loss
+
+    counted = compare(loop, prepare=lambda model: model.run.engine.record_timeline(True))
+    assert counted["updates_ahead"] > 0
+    assert spans.count("update") == counted["updates"] - counted["updates_ahead"]
+
+
 def test_gradients_that_are_only_read_cost_nothing_that_ran_ahead():
     counted = compare(between(lambda m, o, s: [g.abs().max() for g in gradients(m)]))
     assert counted["updates_ahead"] > 0
