@@ -65,14 +65,13 @@ def measure(
     repeat: int = 1,
     clock: Callable[[], float] = time.perf_counter,
     patience: float = 0.0,
-    expected: float = 0.0,
 ) -> dict[str, Times]:
     """Return each competitor's median and best time; the order turns from round to round.
 
     Each runs once before it is timed: OpenMP's threads spin on for milliseconds after the peer's
     last loop, on a core that the next one's threads would need.
     Sleeps and goes on for up to `patience` seconds until other processes took less than a tenth of
-    a CPU more than `expected` during `rounds` rounds; the quietest rounds count.
+    a CPU during `rounds` rounds; the quietest rounds count.
     """
     for _, run in competitors:
         run()
@@ -82,7 +81,7 @@ def measure(
         while time.perf_counter() - begun < patience:
             others.look()
             time.sleep(0.2)
-            if others.look() < expected + 0.1:
+            if others.look() < 0.1:
                 break
         times: dict[str, float] = {}
         for i in range(len(competitors)):
@@ -93,7 +92,7 @@ def measure(
                 run()
             times[name] = (clock() - start) / repeat * 1e3
         taken.append((others.look(), times))
-        quiet += taken[-1][0] < expected + 0.1
+        quiet += taken[-1][0] < 0.1
     taken.sort(key=lambda pair: pair[0])
     used = taken[:rounds]
     print(f"\n{rounds} of {len(taken)} rounds; others kept {used[0][0]:.2f} to {used[-1][0]:.2f} "
@@ -263,20 +262,6 @@ def levels(numel: int, workers: _C.Workers) -> list[Competitor]:
     return [(level, at(level)) for level in reversed(_C.cpu_features()["supported"])]
 
 
-def with_a_busy_core(numel: int, rounds: int, workers: _C.Workers, patience: float) -> None:
-    """Measure while another process spins on one of the cores this one may use."""
-    core = max(os.sched_getaffinity(0))
-    spin = subprocess.Popen(["taskset", "-c", str(core), "sh", "-c", "while :; do :; done"])
-    try:
-        competitors = fp32_step([numel], workers, [], foreach=False)
-        medians = measure(competitors, rounds, 5, patience=patience, expected=1.0)
-    finally:
-        spin.kill()
-        spin.wait()
-    table(f"{numel:,} fp32 parameters, core {core} taken by a neighbour", medians,
-          "autohete CPUAdamW")  # fmt: skip
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--numel", type=int, nargs="+", default=[10_000_000, 100_000_000])
@@ -325,8 +310,6 @@ def main() -> None:
     compare("1000 tensors of 10, fp32", partial(fp32_step, [10] * 1000, workers, []))
     compare("10,000,000 parameters by instruction set", partial(levels, 10_000_000, workers))
     compare("100,000 (in cache) by instruction set", partial(levels, 100_000, workers), repeat=20)
-    if not args.alone and (not args.only or "busy" in args.only):
-        with_a_busy_core(1_000_000, args.rounds, workers, args.patience)
     print(f"\nload after: {os.getloadavg()[0]:.2f}")
 
 

@@ -428,3 +428,21 @@ def test_a_bad_tensor_is_named_with_what_it_is_and_what_it_should_be() -> None:
     other = {**random_state(12), "param": same["param"]}
     with pytest.raises(ValueError, match="param overlaps the param of another update"):
         _C.adamw_(_C.Workers(1), [update(same, random_grad(12)), update(other, random_grad(12))])
+
+
+@pytest.mark.parametrize("num_workers", [1, 4])
+def test_tensors_of_one_call_are_each_updated_once_whatever_sizes_follow_each_other(
+    num_workers: int,
+) -> None:
+    sizes = [1, TILE - 1, 1, 0, TILE, 5, TILE + 1, 2 * TILE + 3, 64, 10_000, 10_000, 10_000, 10_000]
+    states = [random_state(size, seed) for seed, size in enumerate(sizes)]
+    grads = [random_grad(size, seed) for seed, size in enumerate(sizes)]
+    alone = [{key: value.clone() for key, value in state.items()} for state in states]
+    together = [update(state, grad) for state, grad in zip(states, grads, strict=True)]
+    stats = _C.adamw_(_C.Workers(num_workers), together)
+    norms = 0.0
+    for state, grad, expected in zip(states, grads, alone, strict=True):
+        norms += _C.adamw_(_C.Workers(1), [update(expected, grad)]).grad_sq_norm
+        for key, value in expected.items():
+            assert torch.equal(state[key], value), (key, value.numel())
+    assert stats.grad_sq_norm == pytest.approx(norms, rel=1e-12)
