@@ -270,8 +270,9 @@ class CPUOptimizer(Optimizer):
                 index,
                 after,
             )
-            part.show(self.state[param])
-            self._forget_empty(param)
+            self._show(part, param)
+            if after:  # a rule may complete its state when the update has been made
+                after.append(partial(self._show, part, param))
             return update
         return self._update_with(self.state[param], param, grad, hyper, group, index, after)
 
@@ -312,6 +313,10 @@ class CPUOptimizer(Optimizer):
         if not state and param in self.state:
             after.append(partial(self._forget_empty, param))
         return update
+
+    def _show(self, part: PartOf, param: Tensor) -> None:
+        part.show(self.state[param])
+        self._forget_empty(param)
 
     def _forget_empty(self, param: Tensor) -> None:
         # As torch, which makes none where the rule needs none.
