@@ -16,6 +16,7 @@ from autohete._version import __version__
 if TYPE_CHECKING:
     from autohete.optim import CPUSGD, CPUAdam, CPUAdamW, CPULion
     from autohete.planning import InfeasibleError, Plan, load_profile, make_plan  # type: ignore[no-redef]
+    from autohete.sharded_updates import ShardedUpdates
     from autohete.wrapper import AutoHeteWrapper
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "CPULion",
     "InfeasibleError",
     "Plan",
+    "ShardedUpdates",
     "__version__",
     "load_profile",
     "make_plan",
@@ -39,6 +41,7 @@ _HOMES = {
     "CPUSGD": "autohete.optim",
     "InfeasibleError": "autohete.planning",
     "Plan": "autohete.planning",
+    "ShardedUpdates": "autohete.sharded_updates",
     "load_profile": "autohete.planning",
     "make_plan": "autohete.planning",
 }

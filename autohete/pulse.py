@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 _BEAT_SECONDS = 1.0
+_END_SECONDS = 2.0  # for a beat that is under way when the process ends
 _SILENT_SECONDS = 8.0  # a rank that has not beaten for this long has ended, or hangs
 
 
@@ -43,6 +44,9 @@ class Pulse:
             target=_beat, args=(me, self._stop), name="autohete-pulse", daemon=True
         )
         self._thread.start()
+        # Also at exit: a thread that comes back from the store into an interpreter that has ended
+        # takes the process with it ("terminate called without an active exception").
+        weakref.finalize(self, _end, self._stop, self._thread)
 
     def stop(self, why: str) -> None:
         if self._stop.is_set():
@@ -107,3 +111,9 @@ def _beat(pulse: weakref.ref[Pulse], stop: threading.Event) -> None:
             return
         alive.beat()
         del alive
+
+
+def _end(stop: threading.Event, thread: threading.Thread) -> None:
+    stop.set()
+    if thread is not threading.current_thread():
+        thread.join(_END_SECONDS)

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from autohete import _C
-from autohete.optim.base import CPUOptimizer, check_betas, check_not_negative, number
+from autohete.optim.base import CPUOptimizer
+from autohete.optim.checks import check_betas, check_not_negative, number
 
 __all__ = ["CPUAdam", "CPUAdamW", "hyper_of"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,12 +12,34 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from autohete import _C
 from autohete.optim.sharded import PartOf, is_sharded
+from autohete.optim.states import FP32_KEYS, like, loaded_state
 
-__all__ = ["CPUOptimizer", "loaded_state", "number"]
+__all__ = ["CPUOptimizer", "ReadUpdate"]
 
 _PLAIN = (torch.nn.Parameter, Tensor)  # what still moves wears another class
 _HALF = (torch.bfloat16, torch.float16)
-_FP32_KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master")
+
+
+class ReadUpdate(NamedTuple):
+    """One parameter's update, read and checked, its state complete; nothing is updated yet."""
+
+    param: Tensor
+    group: int
+    values: tuple[Any, ...] | None
+    """As the native call takes it; None without a gradient."""
+
+    after: list[Callable[[], Any]]
+    """What is to be done when the update has been made."""
+
+
+class Beside(Protocol):
+    """Makes an optimizer's updates beside what follows step()."""
+
+    def take(self, hypers: list[Any]) -> None:
+        """Begin the updates of this step."""
+
+    def synchronize(self) -> None:
+        """Wait until all that began are made."""
 
 
 class CPUOptimizer(Optimizer):
@@ -38,6 +60,7 @@ class CPUOptimizer(Optimizer):
     _num_workers: int | None = None
     _workers: _C.Workers | None = None  # made at the first step; not part of pickles and copies
     _kept_updates: Any | None = None  # of the last step; not part of them either
+    _beside: Beside | None = None  # who makes the updates, if not step() itself; nor is this
     _moment_dtype = torch.float32
     _main_state = "exp_avg"  # where it is laid out as the parameter, the other states are too
     _kept: tuple[str, ...] = ("_num_workers",)  # what pickles and copies carry besides torch's own
@@ -107,6 +130,7 @@ class CPUOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, checking its hyper-parameters and the dtypes of its parameters."""
+        self._settle()
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -133,6 +157,7 @@ class CPUOptimizer(Optimizer):
         fp32 state stays fp32 to the bit. The tensors are copied: the state dict and this optimizer
         share no memory afterwards.
         """
+        self._settle()
         final: list[dict[str, Any]] = []
         hook = self.register_load_state_dict_pre_hook(lambda _, given: final.append(given))
         try:
@@ -162,6 +187,9 @@ class CPUOptimizer(Optimizer):
         if found_inf is not None and float(found_inf) != 0:
             return loss
         hypers = [self._hyper(group) for group in self.param_groups]
+        if self._beside is not None:
+            self._beside.take(hypers)
+            return loss
         params = [param for group in self.param_groups for param in group["params"]]
         kept = self._kept_updates
         if kept is None or not kept.run(self._the_workers(), params, hypers, self.state):
@@ -171,28 +199,44 @@ class CPUOptimizer(Optimizer):
     def _step_anew(self, params: list[Tensor], hypers: list[Any]) -> None:
         """Read every tensor, and keep what was read for the next step where it is all plain."""
         self._kept_updates = None
-        updates: list[tuple[Any, ...] | None] = []
-        groups: list[int] = []
-        after: list[Callable[[], Any]] = []
-        plain = True
-        for number, (group, hyper) in enumerate(zip(self.param_groups, hypers, strict=True)):
-            for param in group["params"]:
-                grad, update = param.grad, None
-                if grad is not None:
-                    plain = plain and type(param) in _PLAIN
-                    update = self._update(param, grad, hyper, group, len(updates), after)
-                updates.append(update)
-                groups.append(number)
-        if plain and not after:
-            kept = self._keep(params, groups, updates, self.state)
+        updates = self.read_updates(hypers)
+        plain = all(u.values is None or type(u.param) in _PLAIN for u in updates)
+        if plain and not any(update.after for update in updates):
+            values = [update.values for update in updates]
+            kept = self._keep(params, [update.group for update in updates], values, self.state)
             if kept.run(self._the_workers(), params, hypers, self.state):
                 self._kept_updates = kept
                 return
-        made = [update for update in updates if update is not None]
+        self.make_updates(updates)
+
+    def read_updates(self, hypers: list[Any]) -> list[ReadUpdate]:
+        """Return every parameter's update, in the order of the param groups.
+
+        Raises:
+            ValueError: something cannot be updated; nothing has been.
+        """
+        updates: list[ReadUpdate] = []
+        for number, (group, hyper) in enumerate(zip(self.param_groups, hypers, strict=True)):
+            for param in group["params"]:
+                grad, values = param.grad, None
+                after: list[Callable[[], Any]] = []
+                if grad is not None:
+                    values = self._update(param, grad, hyper, group, len(updates), after)
+                updates.append(ReadUpdate(param, number, values, after))
+        return updates
+
+    def make_updates(self, updates: list[ReadUpdate]) -> None:
+        """Make what read_updates() returned, or a part of it; releases the GIL."""
+        made = [update.values for update in updates if update.values is not None]
         if made:
             self._call(self._the_workers(), made)
-        for action in after:
-            action()
+        for update in updates:
+            for action in update.after:
+                action()
+
+    def _settle(self) -> None:
+        if self._beside is not None:
+            self._beside.synchronize()
 
     # ---------------------------------------------------------------- for the rules
 
@@ -226,7 +270,9 @@ class CPUOptimizer(Optimizer):
                 index,
                 after,
             )
-            part.show(self.state[param])
+            self._show(part, param)
+            if after:  # a rule may complete its state when the update has been made
+                after.append(partial(self._show, part, param))
             return update
         return self._update_with(self.state[param], param, grad, hyper, group, index, after)
 
@@ -259,14 +305,18 @@ class CPUOptimizer(Optimizer):
         kept: Any = state.get(self._main_state, state.get("master"))
         alike = kept is None or (plain and kept.is_contiguous())
         if not alike and kept.stride() != work.stride():
-            for key in _FP32_KEYS:
+            for key in FP32_KEYS:
                 if isinstance(state.get(key), Tensor):
                     state[key] = like(state[key], work)
         tensors = (grad, state["master"] if half else work, work if half else None)
         update = self._native_update(hyper, group, state, tensors, index, after)
-        if not state:
+        if not state and param in self.state:
             after.append(partial(self._forget_empty, param))
         return update
+
+    def _show(self, part: PartOf, param: Tensor) -> None:
+        part.show(self.state[param])
+        self._forget_empty(param)
 
     def _forget_empty(self, param: Tensor) -> None:
         # As torch, which makes none where the rule needs none.
@@ -286,58 +336,3 @@ class CPUOptimizer(Optimizer):
         else:
             self._check_param(param)
             state["master"] = param.detach().to(torch.float32, memory_format=torch.preserve_format)
-
-
-def number(where: str, name: str, value: float | Tensor) -> float:
-    """Return a hyper-parameter that may be a one-element tensor."""
-    if isinstance(value, Tensor) and value.numel() != 1:
-        raise ValueError(f"{where}: {name} has {value.numel()} elements, expected one")
-    return float(value)
-
-
-def check_not_negative(where: str, group: dict[str, Any], names: tuple[str, ...]) -> None:
-    """Raise ValueError where one is not a finite number >= 0."""
-    for name in names:
-        value = number(where, name, group[name])
-        if not 0.0 <= value < float("inf"):
-            raise ValueError(f"{where}: {name} is {value}, expected a finite number >= 0")
-
-
-def check_betas(where: str, group: dict[str, Any]) -> None:
-    """Raise ValueError where one is not in [0, 1)."""
-    for i, beta in enumerate(group["betas"]):
-        if not 0.0 <= float(beta) < 1.0:
-            raise ValueError(f"{where}: betas[{i}] is {float(beta)}, expected 0 <= beta < 1")
-
-
-def like(tensor: Tensor, model: Tensor) -> Tensor:
-    """Return `tensor` laid out as a dense `model` is; itself when it already is."""
-    dense = torch.empty_like(model, dtype=tensor.dtype, memory_format=torch.preserve_format)
-    return tensor if tensor.stride() == dense.stride() else dense.copy_(tensor)
-
-
-def loaded_state(
-    param: Tensor, saved: dict[str, Any], moment_dtype: torch.dtype = torch.float32
-) -> dict[str, Any]:
-    """Return a copy of one parameter's state of a state dict, fp32 where it was fp32."""
-    state: dict[str, Any] = {}
-    for key, value in saved.items():
-        if key == "step":
-            state[key] = _loaded_step(value)
-        elif hasattr(value, "to_local"):  # a rank's part of it: stays what it is
-            state[key] = value.detach().clone()
-        elif key in _FP32_KEYS and isinstance(value, Tensor):
-            dtype = torch.float32 if key == "master" else moment_dtype
-            state[key] = torch.empty_like(
-                param, dtype=dtype, device="cpu", memory_format=torch.preserve_format
-            ).copy_(value.detach())
-        else:
-            state[key] = value.clone() if isinstance(value, Tensor) else value
-    return state
-
-
-def _loaded_step(value: Any) -> Tensor:
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    # A float32 counts to 2^24.
-    return torch.tensor(float(value), dtype=torch.float32 if value < 2**24 else torch.float64)

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from autohete import _C
-from autohete.optim.base import CPUOptimizer, check_not_negative
+from autohete.optim.base import CPUOptimizer
+from autohete.optim.checks import check_not_negative
 
 __all__ = ["CPUSGD"]
 

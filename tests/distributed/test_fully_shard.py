@@ -11,7 +11,7 @@ from models import make_gpt
 from ranks import run
 from torch import nn
 
-from autohete import AutoHeteWrapper, CPUAdamW, CPULion
+from autohete import CPUSGD, AutoHeteWrapper, CPUAdamW, CPULion
 
 STEPS = 5
 EPS = 1e-4  # gradients of attention's key biases are 0 but for rounding, which Adam would magnify
@@ -87,6 +87,10 @@ def test_adamw_on_shards_is_torchs_within_rounding(size: int, clip: float | None
     assert sum(sum(mine["local"]) for mine, _ in ranks) == whole
 
 
+def sgd(parameters: Any, **numbers: Any) -> CPUSGD:
+    return CPUSGD(parameters, momentum=0.9, **numbers)
+
+
 def one_step(rank: int, size: int, rule: Any) -> list[tuple[list[torch.Tensor], Any]]:
     """The same gradients to a sharded model and to a plain one."""
     model, plain = sharded(size), make_gpt(layers=2, dropout=0.0)
@@ -110,7 +114,7 @@ def as_shard(whole: torch.Tensor, like: Any) -> Any:
     return distribute_tensor(whole, like.device_mesh, like.placements)
 
 
-@pytest.mark.parametrize("rule", [CPUAdamW, CPULion])
+@pytest.mark.parametrize("rule", [CPUAdamW, CPULion, sgd, CPUSGD])
 def test_a_rule_on_shards_is_the_rule_on_the_whole_to_the_bit(rule: Any):
     for on_shards, on_whole in run(2, one_step, rule):
         for a, b in zip(on_shards, on_whole, strict=True):

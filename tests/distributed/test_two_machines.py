@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--layers", "4", "--width", "64", "--heads", "2", "--context", "64", "--batch", "4"]
 RATE = "100mbit"
 SLOW = "4mbit"
+FAST = "10gbit"  # no hindrance: at RATE the exchange may bind already, where the cores are free
 
 
 def ip(*arguments: str) -> None:
@@ -115,7 +116,7 @@ def test_two_machines_train_as_two_ranks_of_one_do(machines, tmp_path):
 def test_the_plan_changes_with_the_link_between_two_machines(machines, tmp_path):
     """What was timed at the first plan is what the link carries, and the plan follows."""
     found = {}
-    for rate, bytes_per_second in ((RATE, 100e6 / 8), (SLOW, 4e6 / 8)):
+    for rate, bytes_per_second in ((FAST, None), (RATE, 100e6 / 8), (SLOW, 4e6 / 8)):
         set_rate(rate)
         folder = tmp_path / rate
         folder.mkdir()
@@ -124,8 +125,10 @@ def test_the_plan_changes_with_the_link_between_two_machines(machines, tmp_path)
         ranks, plan = written["profile"]["ranks"], written["plan"]
         print(f"{rate}: {ranks['exchange_bytes_per_second'] / 1e6:.2f} MB/s, {plan}")
         # Two ranks send each what they average once: the link's rate, less what carries it.
-        assert 0.5 * bytes_per_second < ranks["exchange_bytes_per_second"] < 1.3 * bytes_per_second
+        if bytes_per_second is not None:
+            timed = ranks["exchange_bytes_per_second"]
+            assert 0.5 * bytes_per_second < timed < 1.3 * bytes_per_second
         found[rate] = plan
     assert found[SLOW]["binding_lane"] in ("exchange", "gather")
     assert found[SLOW]["step_seconds"] > 3 * found[RATE]["step_seconds"]
-    assert found[SLOW]["units"] != found[RATE]["units"]
+    assert found[SLOW]["units"] != found[FAST]["units"]
