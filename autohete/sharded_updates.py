@@ -32,9 +32,9 @@ _not_traced: Any = torch._disable_dynamo  # type: ignore[attr-defined]
 class ShardedUpdates:
     """Let a CPU optimizer update a model sharded by fully_shard() beside the next forward.
 
-    The loop does not change: backward, clip_grad_norm_, step(), zero_grad(). The numbers are those
-    of the optimizer by itself, to the bit. After step() parameters, gradients and state wait when
-    they are touched; views and arrays of their memory taken before do not: synchronize() first.
+    The loop does not change: backward, clipping, step(), zero_grad(). The numbers are those of the
+    optimizer by itself, to the bit. After step() parameters, gradients and state wait when they
+    are touched; views and arrays of their memory taken before do not: synchronize() first.
 
     Args:
         model: the outermost module that fully_shard() was called on, offloaded by
