@@ -36,6 +36,11 @@ def _local_of(value: Any) -> Any:
     return local_of(value)
 
 
+def _fingerprint(state: dict[str, Any]) -> list[Any]:
+    """What changes when a value of the state is replaced, or gets another name."""
+    return [*state, *map(id, state.values())]
+
+
 class OptimizerBridge:
     """The user's optimizer object, stepped by the engine while it is installed."""
 
@@ -60,8 +65,8 @@ class OptimizerBridge:
         self._places: dict[int, tuple[int, int]] = {}
         self._seen: dict[tuple[int, int], dict[str, Any]] = {}  # as the optimizer shows them
         self._local: dict[tuple[int, int], dict[str, Any]] = {}  # what of them this rank has
-        # What _seen is known to be from: the optimizer's own dict, and the ids of its values.
-        self._shown: dict[tuple[int, int], tuple[dict[str, Any], list[int]]] = {}
+        # What _seen is known to be from: the optimizer's own dict, its keys and its values' ids.
+        self._shown: dict[tuple[int, int], tuple[dict[str, Any], list[Any]]] = {}
         self._moments_known: list[list[Tensor]] | None = None
         self._step_before: Any = None
         self._installed: Any = None
@@ -280,7 +285,7 @@ class OptimizerBridge:
             for i, parameter in enumerate(unit.parameters):
                 given = state.get(parameter)
                 before = self._shown.get((u, i))
-                if before and given is before[0] and [*map(id, given.values())] == before[1]:
+                if before and given is before[0] and _fingerprint(given) == before[1]:
                     continue
                 if not self.updates(parameter):
                     continue
@@ -288,7 +293,7 @@ class OptimizerBridge:
                 if not given or "exp_avg" not in given:
                     if self._seen.pop((u, i), None) is not None:
                         self._local.pop((u, i))
-                        self._shown.pop((u, i))
+                        self._shown.pop((u, i), None)
                         self._moments_known = None
                         self._run.engine.forget_state(u, i)
                     continue
@@ -330,7 +335,7 @@ class OptimizerBridge:
         self._local[(u, i)], self._seen[(u, i)] = state, shown
         given = self.optimizer.state[parameter]
         given.update(shown)
-        self._shown[(u, i)] = given, [*map(id, given.values())]
+        self._shown[(u, i)] = given, _fingerprint(given)
         self._moments_known = None
 
     @property

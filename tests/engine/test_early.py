@@ -140,6 +140,12 @@ def through_an_old_reference(model):
     held[0].data.mul_(3.0)
 
 
+def rename(state):
+    """The values stay where they are in the dict, under each other's keys."""
+    first, second = state.pop("exp_avg"), state.pop("exp_avg_sq")
+    state.update({"exp_avg_sq": first.abs_(), "exp_avg": second})
+
+
 EDITS = {
     "in place": lambda m, o, s: [g.mul_(0.5) for g in gradients(m)],
     "by data": lambda m, o, s: [g.data.mul_(0.5) for g in gradients(m)],
@@ -160,6 +166,7 @@ EDITS = {
     "learning rate": lambda m, o, s: o.param_groups[0].update(lr=1e-3 * (1 + s % 3)),
     "decay": lambda m, o, s: o.param_groups[0].update(weight_decay=0.1 * (1 + s % 2)),
     "moments": lambda m, o, s: [v["exp_avg"].mul_(0.9) for v in o.state.values()],
+    "moments under each other's names": lambda m, o, s: [rename(v) for v in o.state.values()],
     "moments loaded": lambda m, o, s: o.load_state_dict(copy.deepcopy(o.state_dict())),
     "only read": lambda m, o, s: [g.abs().max() for g in gradients(m)],
 }
