@@ -66,6 +66,8 @@ _not_traced: Any = torch._disable_dynamo  # type: ignore[attr-defined]
 def _asking_file() -> str:
     """The file of the code that touched a guard; not what keeps torch.compile out of here."""
     frame = sys._getframe(3)
+    if frame.f_code.co_filename == __file__ and frame.f_back:
+        frame = frame.f_back
     while frame.f_back and frame.f_code.co_filename.endswith(("_compile.py", "eval_frame.py")):
         frame = frame.f_back
     return frame.f_code.co_filename
@@ -152,27 +154,45 @@ def settle_guarded(func: Any, tensors: list[torch.Tensor]) -> None:
             Guard._settled(tensor)
 
 
+def _gradient_of(parameter: GuardedParameter) -> torch.Tensor | None:
+    asked_openly = torch._C._is_torch_function_enabled()
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient: torch.Tensor | None = _GET_GRADIENT(parameter)
+    # A compiled function may have settled it since it found out what class it has.
+    if gradient is not None and asked_openly and isinstance(parameter, Guard):
+        parameter._hand_out()
+    return gradient
+
+
+def _set_gradient(parameter: GuardedParameter, gradient: torch.Tensor | None) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        _Tensor.grad.__set__(parameter, gradient)
+
+
+_gradient_of_untraced: Any = _not_traced(_gradient_of)
+_set_gradient_untraced: Any = _not_traced(_set_gradient)
+
+
 class GuardedParameter(Guard, nn.Parameter):
     """Its gradient without the way through __torch_function__: loops ask for it a lot."""
 
     @property
     def grad(self) -> torch.Tensor | None:
-        asked_openly = torch._C._is_torch_function_enabled()
-        with torch._C.DisableTorchFunctionSubclass():
-            gradient: torch.Tensor | None = _GET_GRADIENT(self)
-        if gradient is not None and asked_openly:
-            self._hand_out()
-        return gradient
+        if torch.compiler.is_compiling():
+            untraced: torch.Tensor | None = _gradient_of_untraced(self)
+            return untraced
+        return _gradient_of(self)
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            _Tensor.grad.__set__(self, gradient)
+        if torch.compiler.is_compiling():
+            _set_gradient_untraced(self, gradient)
+        else:
+            _set_gradient(self, gradient)
 
     @grad.deleter
     def grad(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            _Tensor.grad.__delete__(self)
+        self.grad = None
 
 
 class UnitGuard:

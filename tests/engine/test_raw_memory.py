@@ -97,6 +97,26 @@ def test_a_compiled_function_of_the_users_may_edit_gradients(early):
     compare(between(edit), steps=6, early_updates=early)
 
 
+def test_a_compiled_function_of_the_users_may_take_gradients_from_parameters(early):
+    @torch.compile(backend="eager")
+    def halve(parameters):
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+    @torch.compile(backend="eager")
+    def read(parameters):
+        return sum(parameter.grad.abs().sum() for parameter in parameters)
+
+    def edit(model, optimizer, step):
+        parameters = list(model.parameters())
+        read(parameters)
+        if step % 2:
+            halve(parameters)
+
+    compare(between(edit), steps=8, early_updates=early)
+
+
 def test_a_model_whose_wrapper_was_let_go_of_can_be_wrapped_again(early):
     model = SMALL()
     optimizer = adamw(model)
