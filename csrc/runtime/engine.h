@@ -229,6 +229,7 @@ class Engine {
   std::exception_ptr take_turn(UpdateLane& lane, int unit, const char* what,
                                std::size_t num_parameters, std::function<void()> work);
   void end_part(Turn& turn);
+  void record(const Turn& turn);
   void advance(Unit& unit, UnitEvent event);  // the table's, and what is counted of it
   bool withdraw(Lock& lock, Unit& unit);
   std::uint64_t rank(std::uint64_t priority) const {

@@ -298,15 +298,25 @@ void Engine::give_way(std::size_t num_parameters) {
   turn.start_seconds = Timeline::now();
 }
 
-// Blocks for the rest of what this part of the turn would take at the stated rate.
+// Blocks for the rest of what this part of the turn would take at the stated rate, and lets more
+// urgent work pass meanwhile, as a CPU that computes at this rate does between its pieces.
 void Engine::end_part(Turn& turn) {
-  if (const double rate = update_rate_; rate > 0 && turn.written > 0) {
-    const double end = turn.start_seconds + static_cast<double>(turn.written) / rate;
-    const double left = end - Timeline::now();
-    if (left > 0) std::this_thread::sleep_for(std::chrono::duration<double>(left));
-  }
+  const double rate = update_rate_;
   turn.num_parameters -= turn.written;
+  while (rate > 0 && turn.written > 0) {
+    const double end = turn.start_seconds + static_cast<double>(turn.written) / rate;
+    if (!turn.lane.wait_for_more_urgent(Timeline::time_at(end))) break;
+    record(turn);
+    const double done = (Timeline::now() - turn.start_seconds) * rate;
+    turn.written -= std::min(turn.written, static_cast<std::size_t>(done));
+    turn.lane.give_way();
+    turn.start_seconds = Timeline::now();
+  }
   turn.written = 0;
+  record(turn);
+}
+
+void Engine::record(const Turn& turn) {
   timeline_.add({Lane::kCpu, turn.unit, turn.what, turn.start_seconds, Timeline::now(), 0});
 }
 

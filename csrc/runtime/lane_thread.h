@@ -38,6 +38,11 @@ class LaneThread {
 
   Lock lock() { return Lock(mutex_); }
   void notify() { changed_.notify_one(); }
+  // For the job that runs; woken by notify().
+  template <typename Time, typename Predicate>
+  void wait_until(Lock& lock, Time end, Predicate ready) {
+    changed_.wait_until(lock, end, ready);
+  }
   // With the lock held.
   bool stopping() const { return stop_; }
   // Runs `job` without the lock, and frees what it holds before it takes the lock again.

@@ -30,6 +30,11 @@ class Timeline {
     using namespace std::chrono;
     return duration<double>(steady_clock::now().time_since_epoch()).count();
   }
+  static std::chrono::steady_clock::time_point time_at(double seconds) {
+    using namespace std::chrono;
+    return steady_clock::time_point(
+        duration_cast<steady_clock::duration>(duration<double>(seconds)));
+  }
   void enable(bool on) {
     std::lock_guard lock(mutex_);
     enabled_ = on;

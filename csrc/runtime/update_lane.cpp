@@ -28,6 +28,12 @@ bool UpdateLane::has_more_urgent() {
   return more_urgent();
 }
 
+bool UpdateLane::wait_for_more_urgent(std::chrono::steady_clock::time_point end) {
+  auto lock = thread_.lock();
+  thread_.wait_until(lock, end, [this] { return thread_.stopping() || more_urgent(); });
+  return more_urgent();
+}
+
 void UpdateLane::give_way() {
   auto lock = thread_.lock();
   while (more_urgent()) run_first(lock);

@@ -2,6 +2,7 @@
 // Large ones let more urgent ones pass between their pieces.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -22,6 +23,8 @@ class UpdateLane {
   // those. Nested at most as deep as there are priorities.
   bool has_more_urgent();
   void give_way();
+  // The same while the job only passes time: returns whether a more urgent one came before `end`.
+  bool wait_for_more_urgent(std::chrono::steady_clock::time_point end);
 
  private:
   bool more_urgent() const;

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <future>
 #include <memory>
@@ -23,6 +24,7 @@ namespace autohete::testing {
 namespace {
 
 using Word = std::uint32_t;
+constexpr std::size_t kParameters = 100;  // of a unit, where the CPU lane is as slow as a rate
 
 std::size_t words_of(const BlockPtr& block) { return block->bytes() / sizeof(Word); }
 Word* data_of(const BlockPtr& block) { return reinterpret_cast<Word*>(block->data()); }
@@ -49,6 +51,7 @@ class Loop {
     std::vector<UnitBlocks> blocks;
     for (const Layer& layer : layers_) blocks.push_back(layer.blocks);
     engine_.configure(std::move(blocks), options);
+    if (seed % 3 == 0) engine_.set_update_rate(kParameters / 2e-5);
   }
 
   void step() {
@@ -117,6 +120,7 @@ class Loop {
     AheadWork ahead;
     layer.offered = random_() % 4 != 0;
     if (layer.offered) {
+      ahead.num_parameters = kParameters;
       ahead.update = [from = layer.blocks.params_host, to = layer.spare,
                       gradients = layer.blocks.gradients_host,
                       this] { update(from, to, gradients); };
@@ -193,8 +197,12 @@ class Loop {
           always);
       return;
     }
-    engine_.commit(index, [home = layer.blocks.params_host, gradients = layer.blocks.gradients_host,
-                           this] { update(home, home, gradients); });
+    engine_.commit(
+        index,
+        [home = layer.blocks.params_host, gradients = layer.blocks.gradients_host, this] {
+          update(home, home, gradients);
+        },
+        kParameters);
   }
 
   std::mt19937 random_;
@@ -264,6 +272,53 @@ TEST_CASE("a job that gives way lets more urgent ones pass, and no others") {
   others_wait.set_value();
   last.get_future().wait();
   CHECK(order == std::vector<int>({10, 30, 31, 50, 51}));
+}
+
+TEST_CASE("a job that only passes time is woken by a more urgent one, by the end and by closing") {
+  const auto now = std::chrono::steady_clock::now();
+  std::promise<bool> at_its_end, when_another_came, started;
+  {
+    UpdateLane lane;
+    lane.push(5, [&](UpdateLane& here) {
+      at_its_end.set_value(here.wait_for_more_urgent(now));
+      when_another_came.set_value(here.wait_for_more_urgent(now + std::chrono::hours(1)));
+    });
+    CHECK(!at_its_end.get_future().get());
+    lane.push(7, [](UpdateLane&) {});
+    lane.push(3, [](UpdateLane&) {});
+    CHECK(when_another_came.get_future().get());
+    lane.push(1, [&](UpdateLane& here) {
+      started.set_value(true);
+      CHECK(!here.wait_for_more_urgent(now + std::chrono::hours(1)));
+    });
+    started.get_future().wait();
+  }
+}
+
+TEST_CASE("an update at a stated rate lets more urgent ones pass, and does not hold up the end") {
+  const auto budget = std::make_shared<Budget>(1 << 20);
+  HostDevice device(budget);
+  HostStore store({budget, budget, true, {}});
+  std::promise<void> first, second;
+  Engine engine(device, store);
+  std::vector<UnitBlocks> units(2);
+  for (UnitBlocks& unit : units) {
+    unit.plan.parameters = unit.plan.gradients = unit.plan.optimizer_state = Tier::kHost;
+    unit.param_bytes = 64;
+    unit.params_host = store.allocate_host(64, "parameters");
+    unit.gradients_host = store.allocate_host(64, "gradients");
+  }
+  engine.configure(std::move(units), {});
+  engine.set_update_rate(1);  // an hour for each
+  const std::size_t an_hour = 3600;
+  engine.send_gradients(1, {});
+  engine.commit(1, [&] { first.set_value(); }, an_hour);
+  first.get_future().wait();
+  engine.send_gradients(0, {});
+  engine.commit(0, [&] { second.set_value(); }, an_hour);
+  second.get_future().wait();
+  CHECK(engine.state(0).progress == Progress::kUpdating);
+  CHECK(engine.state(1).progress == Progress::kUpdating);
 }
 
 TEST_CASE("an engine closed with work in flight ends") {
