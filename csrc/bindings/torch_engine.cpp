@@ -75,6 +75,7 @@ void TorchEngine::configure(const std::vector<UnitPlan>& plans, const EngineOpti
   synchronize();
   for (int i = 0; i < num_units(); ++i) settle(i);
   expectation_ = {};
+  priority_order_ = options.priority_order;
   {
     NoGil no_gil;
     engine_.configure({}, options);  // gives the slots back

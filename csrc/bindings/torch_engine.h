@@ -171,6 +171,7 @@ class TorchEngine {
   Expectation expectation_;
   std::string broken_promise_;
   bool barrier_ = false;
+  bool priority_order_ = true;
   RankOf rank_;
   Share share_;
   std::atomic<std::uint64_t> updates_redone_{0};

@@ -67,7 +67,8 @@ void TorchEngine::commit(const std::vector<AdamHyper>& hypers) {
                                      [](const auto& unit) { return unit->gradients_exchanged(); });
   land(/*all=*/exchanged);
   const bool cuda = !handle_.torch_device.is_cpu();
-  for (int i = 0; i < num_units(); ++i) {
+  for (int k = 0; k < num_units(); ++k) {
+    const int i = priority_order_ ? k : num_units() - 1 - k;  // or as gradients came
     TorchUnit& unit = *units_[i];
     while (users_[i] > 0) release(i);
     const bool host = unit.plan().optimizer_state == Tier::kHost;

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import torch
 from models import make_gpt
 from oracle import assert_bit_equal, forced_plan, plain_loop, train
 
@@ -52,6 +53,28 @@ def test_a_slower_cpu_lane_changes_no_bit():
         prepare=lambda model: model.run.engine.set_update_rate(2e6),
     )
     assert_bit_equal(ours, train(wrap=None, build=SMALL))
+
+
+@pytest.mark.parametrize("priority_order", [True, False])
+def test_updates_come_in_the_order_of_next_use_or_of_their_gradients(priority_order):
+    model = SMALL()
+    plan = forced_plan(model, "all")
+    optimizer = torch.optim.AdamW(model.parameters())
+    trained = AutoHeteWrapper(
+        model, optimizer, gpu_mem="64MiB", plan=plan, early_updates=False, profile_path=None
+    ).to("cpu")
+    engine = trained.run.engine
+    engine.configure(plan.units, plan.window, plan.chunk_bytes, priority_order=priority_order)
+    trained(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+    units = range(engine.num_units())
+    while any(engine.unit_state(unit)[1] == "leaving" for unit in units):
+        continue
+    engine.record_timeline(True)
+    optimizer.step()
+    trained.synchronize()
+    updated = [span[1] for span in engine.take_timeline() if span[2] == "update"]
+    trained.unwrap()
+    assert updated == (list(units) if priority_order else list(reversed(units)))
 
 
 @pytest.mark.parametrize("aggregate", [True, False])
