@@ -227,9 +227,13 @@ class UnitGuard:
         _C.change_class(parameters, nn.Parameter, self._parameter)
         _C.change_class(moments, torch.Tensor, self._tensor)
 
-    def wear_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Guard the gradients the parameters have now."""
-        _C.change_class_of_gradients(parameters, torch.Tensor, self._gradient)
+    def wear_gradients(self, parameters: list[nn.Parameter]) -> bool:
+        """Guard the gradients the parameters have now.
+
+        Returns:
+            Whether all wear it; those of other classes than torch's own stay as they are.
+        """
+        return _C.change_class_of_gradients(parameters, torch.Tensor, self._gradient)
 
     def take_off(self, parameters: list[nn.Parameter], moments: list[torch.Tensor]) -> None:
         """Make them instances of their own classes again."""
