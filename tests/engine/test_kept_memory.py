@@ -187,3 +187,35 @@ def test_arrays_and_tensors_share_their_memory_after_unwrap(handle, kind):
         see(kept, kept["arrays"])
 
     same(loop, steps=4, then=then, plan=partial(forced_plan, kinds=kind))
+
+
+# ------------------------------------------------------- torch's modes
+
+
+class Looking(torch.overrides.TorchFunctionMode):
+    """Looks at parameters whenever somebody asks for an attribute."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        super().__init__()
+        self.look = look
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", "") == "__get__":
+            self.look()
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_sees_the_newest_values_when_somebody_asks_for_a_gradient():
+    def loop(model, optimizer, step, kept):
+        parameters = list(model.parameters())
+        loss = model(*batch(step))
+        loss.backward()
+        optimizer.step()
+        look = lambda: see(kept, [p.sum() for p in parameters])
+        with Looking(look):
+            gradient = parameters[7].grad
+        assert gradient is not None
+        optimizer.zero_grad()
+        return loss.item()
+
+    same(loop)
