@@ -1,4 +1,4 @@
-"""Memory of gradients, parameters and state that somebody reaches by other means than the tensor."""
+"""Memory of gradients, parameters and state that somebody reaches not by the tensor itself."""
 
 from __future__ import annotations
 
@@ -211,8 +211,7 @@ def test_a_mode_sees_the_newest_values_when_somebody_asks_for_a_gradient():
         loss = model(*batch(step))
         loss.backward()
         optimizer.step()
-        look = lambda: see(kept, [p.sum() for p in parameters])
-        with Looking(look):
+        with Looking(lambda: see(kept, [p.sum() for p in parameters])):
             gradient = parameters[7].grad
         assert gradient is not None
         optimizer.zero_grad()
