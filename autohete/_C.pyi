@@ -1021,9 +1021,9 @@ def change_class(tensors: list[typing.Any], source: type, target: type) -> None:
     """
     Make tensors whose class is exactly `source` instances of `target`; others stay.
     """
-def change_class_of_gradients(parameters: list[typing.Any], source: type, target: type) -> None:
+def change_class_of_gradients(parameters: list[typing.Any], source: type, target: type) -> bool:
     """
-    The same for the gradients they have now.
+    The same for the gradients they have now. Returns whether all are of it then.
     """
 def content_hash(workers: Workers, tensors: list[typing.Any], level: str | None = None) -> int:
     """

@@ -155,9 +155,13 @@ def settle_guarded(func: Any, tensors: list[torch.Tensor]) -> None:
 
 
 def _gradient_of(parameter: GuardedParameter) -> torch.Tensor | None:
+    gradient: torch.Tensor | None
+    if torch._C._len_torch_function_stack():  # a mode's own code may look at guarded tensors
+        gradient = _GET_GRADIENT(parameter)
+        return gradient
     asked_openly = torch._C._is_torch_function_enabled()
     with torch._C.DisableTorchFunctionSubclass():
-        gradient: torch.Tensor | None = _GET_GRADIENT(parameter)
+        gradient = _GET_GRADIENT(parameter)
     # A compiled function may have settled it since it found out what class it has.
     if gradient is not None and asked_openly and isinstance(parameter, Guard):
         parameter._hand_out()
@@ -165,6 +169,9 @@ def _gradient_of(parameter: GuardedParameter) -> torch.Tensor | None:
 
 
 def _set_gradient(parameter: GuardedParameter, gradient: torch.Tensor | None) -> None:
+    if torch._C._len_torch_function_stack():
+        _Tensor.grad.__set__(parameter, gradient)
+        return
     with torch._C.DisableTorchFunctionSubclass():
         _Tensor.grad.__set__(parameter, gradient)
 
@@ -227,9 +234,13 @@ class UnitGuard:
         _C.change_class(parameters, nn.Parameter, self._parameter)
         _C.change_class(moments, torch.Tensor, self._tensor)
 
-    def wear_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Guard the gradients the parameters have now."""
-        _C.change_class_of_gradients(parameters, torch.Tensor, self._gradient)
+    def wear_gradients(self, parameters: list[nn.Parameter]) -> bool:
+        """Guard the gradients the parameters have now.
+
+        Returns:
+            Whether all wear it; those of other classes than torch's own stay as they are.
+        """
+        return _C.change_class_of_gradients(parameters, torch.Tensor, self._gradient)
 
     def take_off(self, parameters: list[nn.Parameter], moments: list[torch.Tensor]) -> None:
         """Make them instances of their own classes again."""

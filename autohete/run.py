@@ -320,6 +320,11 @@ class Run:
         if self.plans.is_managed(index) and self._users[index] == 0:
             self._guards[index].wear(self.units[index].parameters, self._moments[index])
 
+    def _guard_gradients(self, index: int) -> None:
+        """Those of classes of their own (p.grad = MyTensor(...)) cannot: they are waited for."""
+        if not self._guards[index].wear_gradients(self.units[index].parameters):
+            self.settle_gradients(index)
+
     def _guard_all(self) -> None:
         for index in range(len(self.units)):
             self._guard(index)
@@ -514,7 +519,7 @@ class Run:
         """
         if self.plans.is_managed(index) and self._users[index] == 0:
             self.engine.send_gradients(index, final, averaged)
-            self._guards[index].wear_gradients(self.units[index].parameters)
+            self._guard_gradients(index)
 
     def end_backward(self) -> None:
         """The outermost backward is over: all gradients are final."""
@@ -534,7 +539,7 @@ class Run:
             self._users[index] = 0
             self._guard(index)
             if self.plans.is_managed(index):
-                self._guards[index].wear_gradients(self.units[index].parameters)
+                self._guard_gradients(index)
 
     def abandon(self) -> None:
         """A forward or backward was left by an exception: nothing is in use any more."""
@@ -569,7 +574,7 @@ class Run:
             if self.plans.is_managed(index):
                 self._committed[index] = True
                 self._guards[index].wear(unit.parameters, self._moments[index])
-                self._guards[index].wear_gradients(unit.parameters)
+                self._guard_gradients(index)
         for index in self._unguarded:
             self.settle(index)
         self._count_step()

@@ -18,14 +18,18 @@ void change_class(const py::list& tensors, const py::type& from, const py::type&
   for (const py::handle tensor : tensors) change_one(tensor.ptr(), from, to);
 }
 
-void change_class_of_gradients(const py::list& parameters, const py::type& from,
+bool change_class_of_gradients(const py::list& parameters, const py::type& from,
                                const py::type& to) {
+  bool all = true;
   for (const py::handle parameter : parameters) {
     if (!THPVariable_Check(parameter.ptr())) throw py::type_error("expected a list of tensors");
     const at::Tensor& gradient = THPVariable_Unpack(parameter.ptr()).grad();
     if (!gradient.defined()) continue;
-    change_one(py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient)).ptr(), from, to);
+    const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient));
+    change_one(object.ptr(), from, to);
+    all = all && Py_IS_TYPE(object.ptr(), reinterpret_cast<PyTypeObject*>(to.ptr()));
   }
+  return all;
 }
 
 }  // namespace
@@ -35,7 +39,8 @@ void bind_guard(py::module_& module) {
              py::arg("target"),
              "Make tensors whose class is exactly `source` instances of `target`; others stay.");
   module.def("change_class_of_gradients", &change_class_of_gradients, py::arg("parameters"),
-             py::arg("source"), py::arg("target"), "The same for the gradients they have now.");
+             py::arg("source"), py::arg("target"),
+             "The same for the gradients they have now. Returns whether all are of it then.");
 }
 
 }  // namespace autohete

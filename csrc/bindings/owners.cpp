@@ -18,16 +18,24 @@ Owners count(const at::Tensor& tensor) {
   return {tensor.use_count(), Py_REFCNT(object.ptr())};
 }
 
-}  // namespace
-
-bool is_alone(const at::Tensor& tensor, std::size_t num_owners) {
+// Those of a tensor that its one C++ owner alone has.
+const Owners& nobody_else() {
   static const Owners alone = [] {
     const at::Tensor nobodys = at::empty({0});
     count(nobodys);  // the object is there, as that of a tensor is that was looked at before
     return count(nobodys);
   }();
-  const Owners owners = count(tensor);
-  return owners.in_cpp == alone.in_cpp + num_owners - 1 && owners.in_python == alone.in_python;
+  return alone;
+}
+
+}  // namespace
+
+bool is_alone(const at::Tensor& tensor, std::size_t num_owners) {
+  return count(tensor).in_python == nobody_else().in_python && is_alone_in_cpp(tensor, num_owners);
+}
+
+bool is_alone_in_cpp(const at::Tensor& tensor, std::size_t num_owners) {
+  return count(tensor).in_cpp == nobody_else().in_cpp + num_owners - 1;
 }
 
 }  // namespace autohete

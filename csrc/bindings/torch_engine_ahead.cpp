@@ -74,8 +74,7 @@ AheadWork TorchEngine::offer(int index) {
   }
   offer.open = work.update || work.measure;
   if (!offer.open) return work;
-  gradients_touched_[index] = false;
-  unit.note_offered();
+  gradients_touched_[index] = unit.note_offered();
   return work;
 }
 

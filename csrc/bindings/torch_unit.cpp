@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "csrc/base/check.h"
+#include "csrc/bindings/owners.h"
 #include "csrc/bindings/unit_parts.h"
 
 namespace autohete {
@@ -127,12 +128,14 @@ void TorchUnit::allocate(const UnitPlan& plan, Store& store) {
 
 // What other ranks have of the gradients is never copied here.
 void TorchUnit::mark_other_gradients() {
-  for (const TorchParameter& parameter : parameters_) {
-    if (!parameter.has_room || !parameter.is_shared) continue;
-    tensor_over(gradients_host_, parameter.gradient_offset, parameter.value.tensor().detach())
-        .fill_(std::numeric_limits<double>::quiet_NaN());
-  }
+  for (const TorchParameter& parameter : parameters_)
+    if (parameter.has_room && parameter.is_shared) mark_other_gradients(parameter);
   others_marked_ = true;
+}
+
+void TorchUnit::mark_other_gradients(const TorchParameter& parameter) {
+  host_gradient(parameter, parameter.value.tensor().detach())
+      .fill_(std::numeric_limits<double>::quiet_NaN());
 }
 
 UnitBlocks TorchUnit::blocks() const {
@@ -188,18 +191,28 @@ void TorchUnit::rehome(const UnitPlan& plan, Store& store, const CopyAndWait& co
   }
 }
 
+// Somebody may know the tensor's memory by address: it stays theirs, in a block that the storage
+// holds.
+bool TorchUnit::stays(const HomedTensor& home, c10::Device device, std::size_t num_owners) {
+  const at::Tensor& tensor = home.tensor();
+  return device.is_cpu() && tensor.is_cpu() &&
+         (home.has_aliases() || has_array(tensor) || !is_alone_in_cpp(tensor, num_owners));
+}
+
 void TorchUnit::leave(c10::Device device) {
   apply_gradient_factors();
   drop_spare();
-  const auto move = [&](HomedTensor& home, const BlockPtr& block) {
-    if (home.defined() && !home.replaced()) home.leave(block, device);
+  const auto move = [&](HomedTensor& home, const BlockPtr& block, std::size_t num_owners) {
+    if (home.defined() && !home.replaced() && !stays(home, device, num_owners))
+      home.leave(block, device);
     home = HomedTensor();
   };
   for (TorchParameter& parameter : parameters_) {
     for (HomedTensor* home :
          {&parameter.exp_avg, &parameter.exp_avg_sq, &parameter.max_exp_avg_sq, &parameter.master})
-      move(*home, state_);
-    if (auto storage = parameter.landed.lock()) copy_out(*storage, Tier::kHost);
+      move(*home, state_, 1);
+    const bool kept = device.is_cpu() && is_landed_held(parameter);
+    if (auto storage = parameter.landed.lock(); storage && !kept) copy_out(*storage, Tier::kHost);
     parameter.landed.reset();
     if (!parameter.value.defined()) continue;
     const at::Tensor value = parameter.value.tensor();
@@ -209,7 +222,7 @@ void TorchUnit::leave(c10::Device device) {
       value.mutable_grad().reset();  // torch wants them on one device at all times
       gradient = away;
     }
-    move(parameter.value, newest_block());
+    move(parameter.value, newest_block(), 2);
     value.mutable_grad() = gradient;
   }
 }

@@ -36,6 +36,9 @@ struct RankOf {
 struct TorchParameter {
   HomedTensor value;
   std::size_t gradient_offset = 0;
+  // Where its gradient is on the host if not in the unit's block: somebody knows by address what is
+  // there, and it is theirs now.
+  BlockPtr gradient_block;
   int group = -1;         // index of its param group; -1: not in the optimizer
   bool has_room = false;  // for gradient and state: it was in the optimizer when it was wrapped
   // This rank's part: rows of dimension 0, and elements in memory. One rank: all.
@@ -51,6 +54,7 @@ struct TorchParameter {
   // The gradient that points at the host block, while somebody still holds it, and its version when
   // it came to point there.
   c10::weak_intrusive_ptr<c10::StorageImpl> landed{c10::intrusive_ptr<c10::StorageImpl>()};
+  c10::weak_intrusive_ptr<c10::TensorImpl> landed_tensor{c10::intrusive_ptr<c10::TensorImpl>()};
   std::uint32_t landed_version = 0;
   // The gradient's version when work ahead of step() was offered on it.
   std::uint32_t offered_version = 0;
@@ -120,7 +124,8 @@ class TorchUnit {
   // bytes are final when those kernels are done. One whose memory somebody else points at (a NumPy
   // array, a storage) stays where it is and goes `at_step`, with what is in it then.
   // averaged: over the ranks, so of own gradients only this rank's rows need to go.
-  std::vector<CopySegment> collect_gradients(bool at_step = false, bool averaged = false);
+  std::vector<CopySegment> collect_gradients(Store& store, bool at_step = false,
+                                             bool averaged = false);
   bool has_held_gradients() const;
   // Some parameter has a gradient that is neither on the host nor on its way, or changed on its
   // way.
@@ -165,8 +170,9 @@ class TorchUnit {
   // Somebody holds memory of the unit's parameters or state by other means than the tensors we
   // know, so the blocks must not change places.
   bool has_aliases() const;
-  // Notes the present gradients as those that work ahead of step() reads.
-  void note_offered();
+  // Notes the present gradients as those that work ahead of step() reads. Returns whether somebody
+  // holds the memory of one by other means than the tensor: it may change and be let go of unseen.
+  bool note_offered();
   // They are still there, on the host or on their way.
   bool offered_there() const;
   // And unchanged as far as torch knows, and nobody else has a view of them.
@@ -191,6 +197,10 @@ class TorchUnit {
 
  private:
   void land(TorchParameter& parameter, const at::Tensor& gradient);
+  BlockPtr gradient_block(const TorchParameter& parameter) const;
+  std::size_t gradient_offset(const TorchParameter& parameter) const;
+  at::Tensor host_gradient(const TorchParameter& parameter, const at::Tensor& gradient) const;
+  void make_room_for_gradient(TorchParameter& parameter, Store& store);
   void allocate(const UnitPlan& plan, Store& store);
   bool on_host(const TorchParameter& parameter, const at::Tensor& gradient) const;
   bool changed_on_host(const TorchParameter& parameter, const at::Tensor& gradient) const;
@@ -201,6 +211,8 @@ class TorchUnit {
   void lay_out_like_parameter(std::size_t i);
   void cut(TorchParameter& parameter, RankOf rank);
   void mark_other_gradients();
+  void mark_other_gradients(const TorchParameter& parameter);
+  static bool stays(const HomedTensor& home, c10::Device device, std::size_t num_owners);
   CopySegment gradient_segment(const TorchParameter& parameter, const at::Tensor& gradient,
                                bool own_rows) const;
 

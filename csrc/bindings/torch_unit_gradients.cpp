@@ -12,12 +12,30 @@
 namespace autohete {
 namespace {
 
-// Somebody has the gradient's memory by other means than the tensor, so it cannot move.
-bool is_held(const at::Tensor& gradient) {
-  return gradient.has_storage() && (gradient.storage().use_count() > 1 || has_array(gradient));
+// Somebody has the gradient's memory by other means than the tensor, which has `num_owners` here:
+// it cannot move, and may change unseen.
+bool is_held(const at::Tensor& gradient, std::size_t num_owners) {
+  return gradient.has_storage() && (gradient.storage().use_count() > 1 || has_array(gradient) ||
+                                    !is_alone_in_cpp(gradient, num_owners));
+}
+
+// Of the gradient that a parameter has: its own, and where it is leaving, that one.
+std::size_t num_owners(const TorchParameter& parameter, const at::Tensor& gradient) {
+  return parameter.leaving.is_same(gradient) ? 2 : 1;
 }
 
 }  // namespace
+
+bool is_landed_held(const TorchParameter& parameter) {
+  const auto storage = parameter.landed.lock();
+  if (!storage) return false;
+  if (storage.use_count() > 2 || !storage->resizable()) return true;  // the tensor's, and ours here
+  const auto impl = parameter.landed_tensor.lock();
+  if (!impl) return false;
+  const at::Tensor gradient(impl);
+  const std::size_t ours = parameter.value.tensor().grad().is_same(gradient) ? 3 : 2;
+  return !is_alone_in_cpp(gradient, ours);
+}
 
 at::Tensor exclusive_gradient(const at::Tensor& parameter, const at::Tensor& gradient) {
   if (owns_its_storage(gradient) && gradient.strides() == parameter.strides() &&
@@ -33,11 +51,37 @@ bool TorchUnit::has_held_gradients() const {
   return std::any_of(parameters_.begin(), parameters_.end(), [&](const TorchParameter& parameter) {
     const at::Tensor& gradient = parameter.value.tensor().grad();
     return parameter.group >= 0 && gradient.defined() && !on_host(parameter, gradient) &&
-           is_held(gradient);
+           is_held(gradient, num_owners(parameter, gradient));
   });
 }
 
-std::vector<CopySegment> TorchUnit::collect_gradients(bool at_step, bool averaged) {
+BlockPtr TorchUnit::gradient_block(const TorchParameter& parameter) const {
+  return parameter.gradient_block ? parameter.gradient_block : gradients_host_;
+}
+
+std::size_t TorchUnit::gradient_offset(const TorchParameter& parameter) const {
+  return parameter.gradient_block ? 0 : parameter.gradient_offset;
+}
+
+at::Tensor TorchUnit::host_gradient(const TorchParameter& parameter,
+                                    const at::Tensor& gradient) const {
+  return tensor_over(gradient_block(parameter), gradient_offset(parameter), gradient);
+}
+
+// Where the user kept the last gradient, one of the two gets memory of its own: the kept one,
+// unless somebody may know that by address (a NumPy array, a DLPack capsule).
+void TorchUnit::make_room_for_gradient(TorchParameter& parameter, Store& store) {
+  const auto landed = parameter.landed.lock();
+  if (!landed) return;
+  if (!is_landed_held(parameter)) return copy_out(*landed, Tier::kHost);
+  const at::Tensor& value = parameter.value.tensor();
+  parameter.gradient_block =
+      store.allocate_host(std::max(align_up(value.nbytes()), kBlockAlignment),
+                          concat("a gradient of unit ", name_, ", beside one that was kept,"));
+  if (own_gradients_ && parameter.is_shared) mark_other_gradients(parameter);
+}
+
+std::vector<CopySegment> TorchUnit::collect_gradients(Store& store, bool at_step, bool averaged) {
   const bool own_rows = own_gradients_ && averaged && others_marked_;
   std::vector<CopySegment> segments;
   for (TorchParameter& parameter : parameters_) {
@@ -51,10 +95,9 @@ std::vector<CopySegment> TorchUnit::collect_gradients(bool at_step, bool average
       leaving_ = true;
       continue;
     }
-    if (!at_step && is_held(gradient)) continue;
+    if (!at_step && is_held(gradient, 1 + num_owners(parameter, gradient))) continue;
     parameter.gradient_factor = 1.0F;
-    // The user kept last step's gradient: it gets memory of its own.
-    if (auto landed = parameter.landed.lock()) copy_out(*landed, Tier::kHost);
+    make_room_for_gradient(parameter, store);
     require(gradient.scalar_type() == parameter.value.tensor().scalar_type() &&
                 gradient.layout() == at::kStrided,
             "autohete: a gradient of unit ", name_, " is ", c10::toString(gradient.scalar_type()),
@@ -73,7 +116,7 @@ std::vector<CopySegment> TorchUnit::collect_gradients(bool at_step, bool average
 
 CopySegment TorchUnit::gradient_segment(const TorchParameter& parameter, const at::Tensor& gradient,
                                         bool own_rows) const {
-  std::byte* to = gradients_host_->data() + parameter.gradient_offset;
+  std::byte* to = gradient_block(parameter)->data() + gradient_offset(parameter);
   std::byte* from = static_cast<std::byte*>(gradient.data_ptr());
   if (!own_rows) return {to, from, gradient.nbytes()};
   const std::size_t begin = parameter.part_begin * gradient.element_size();
@@ -115,7 +158,8 @@ bool TorchUnit::changed_on_host(const TorchParameter& parameter, const at::Tenso
 
 void TorchUnit::land(TorchParameter& parameter, const at::Tensor& gradient) {
   c10::StorageImpl* storage = gradient.storage().unsafeGetStorageImpl();
-  point_storage(*storage, gradients_host_, parameter.gradient_offset, gradient.device());
+  point_storage(*storage, gradient_block(parameter), gradient_offset(parameter), gradient.device());
+  parameter.landed_tensor = c10::weak_intrusive_ptr<c10::TensorImpl>(gradient.getIntrusivePtr());
   parameter.landed_version = gradient._version();
   parameter.landed = c10::weak_intrusive_ptr<c10::StorageImpl>(
       c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage));
@@ -128,7 +172,7 @@ void TorchUnit::land_held_back() {
     const at::Tensor& gradient = parameter.value.tensor().grad();
     const bool same = gradient.defined() && gradient.unsafeGetTensorImpl() == held.get() &&
                       gradient._version() == parameter.leaving_version;
-    if (same && is_held(gradient)) continue;
+    if (same && is_held(gradient, 1 + num_owners(parameter, gradient))) continue;
     if (same) land(parameter, gradient);
     parameter.held_back.reset();
   }
@@ -144,7 +188,8 @@ bool TorchUnit::land_gradients() {
       again = true;  // still this parameter's p.grad: collect_gradients() finds it
       continue;
     }
-    if (is_held(gradient)) {
+    const bool is_its = parameter.value.tensor().grad().is_same(gradient);
+    if (is_held(gradient, is_its ? 2 : 1)) {
       parameter.held_back = c10::weak_intrusive_ptr<c10::TensorImpl>(gradient.getIntrusivePtr());
     } else {
       land(parameter, gradient);
@@ -153,11 +198,15 @@ bool TorchUnit::land_gradients() {
   return again;
 }
 
-void TorchUnit::note_offered() {
+bool TorchUnit::note_offered() {
+  bool held = false;
   for (TorchParameter& parameter : parameters_) {
     const at::Tensor& gradient = parameter.value.tensor().grad();
-    if (gradient.defined()) parameter.offered_version = gradient._version();
+    if (!gradient.defined()) continue;
+    parameter.offered_version = gradient._version();
+    held = held || is_held(gradient, num_owners(parameter, gradient));
   }
+  return held;
 }
 
 bool TorchUnit::offered_there() const {
@@ -183,7 +232,7 @@ bool TorchUnit::offered_unchanged() const {
 bool TorchUnit::offered_alone() const {
   return std::all_of(parameters_.begin(), parameters_.end(), [](const TorchParameter& parameter) {
     const at::Tensor& gradient = parameter.value.tensor().grad();
-    return is_alone(gradient, parameter.leaving.is_same(gradient) ? 2 : 1);
+    return is_alone(gradient, num_owners(parameter, gradient));
   });
 }
 
@@ -192,8 +241,7 @@ std::vector<at::Tensor> TorchUnit::host_gradients() const {
   for (const TorchParameter& parameter : parameters_) {
     const at::Tensor& gradient = parameter.value.tensor().grad();
     const bool here = parameter.group >= 0 && gradient.defined() && gradient.numel() > 0;
-    gradients.push_back(here ? tensor_over(gradients_host_, parameter.gradient_offset, gradient)
-                             : at::Tensor());
+    gradients.push_back(here ? host_gradient(parameter, gradient) : at::Tensor());
   }
   return gradients;
 }
@@ -225,7 +273,7 @@ void TorchUnit::apply_gradient_factors() {
     if (factor == 1.0F) continue;
     const at::Tensor& gradient = parameter.value.tensor().grad();
     if (!gradient.defined() || !on_host(parameter, gradient)) continue;
-    tensor_over(gradients_host_, parameter.gradient_offset, gradient).mul_(factor);
+    host_gradient(parameter, gradient).mul_(factor);
     gradient.unsafeGetTensorImpl()->bump_version();
   }
 }

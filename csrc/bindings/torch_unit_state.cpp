@@ -123,7 +123,7 @@ AdamSpan TorchUnit::span_at_home(TorchParameter& parameter, const std::vector<Ad
   span.hyper.grad_scale *= parameter.gradient_factor;
   span.grad_dtype = to_dtype(value.grad().scalar_type());
   if (host) {
-    span.grad = gradients_host_->data() + parameter.gradient_offset + begin_bytes;
+    span.grad = gradient_block(parameter)->data() + gradient_offset(parameter) + begin_bytes;
   } else {
     span.grad = static_cast<const std::byte*>(exclusive_gradient(value, value.grad()).data_ptr()) +
                 begin_bytes;

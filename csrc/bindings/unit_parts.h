@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "csrc/bindings/torch_unit.h"
 #include "csrc/kernels/update.h"
 
 namespace autohete {
@@ -16,5 +17,8 @@ DType to_dtype(at::ScalarType type);
 // The gradient as one contiguous range in the parameter's own layout. One that stands in a block is
 // another parameter's (p.grad = q.grad): its bytes may be overwritten there before they are read.
 at::Tensor exclusive_gradient(const at::Tensor& parameter, const at::Tensor& gradient);
+
+// Somebody may know the memory of the gradient that has landed by other means than the tensor.
+bool is_landed_held(const TorchParameter& parameter);
 
 }  // namespace autohete
