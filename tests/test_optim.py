@@ -387,6 +387,18 @@ def test_a_step_number_lower_than_the_current_one_is_accepted_and_huge_ones_stay
         assert int(optimizer.state[p]["step"].item()) == int(step) + 2
 
 
+def test_a_state_dict_of_other_shapes_is_refused_and_nothing_is_loaded() -> None:
+    other = CPUAdamW(params_of((4, 5), (3,)))
+    train(other, range(2))
+    params = params_of((4, 5), (7,))
+    optimizer = CPUAdamW(params, lr=0.5)
+    train(optimizer, range(3))
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"exp_avg .* has shape \(3,\), expected .* \(7,\)"):
+        optimizer.load_state_dict(other.state_dict())
+    assert bits_equal(optimizer.state_dict(), before)
+
+
 def test_pickles_and_deep_copies_go_on_alike() -> None:
     params = params_of((9,))
     optimizer = CPUAdamW(params, num_workers=1, lr=0.1)
@@ -477,11 +489,28 @@ def test_grad_scaler_works_as_with_torchs_fused_optimizer(unscale: bool) -> None
         ({"weight_decay": -0.1}, "weight_decay is"), ({"lr": torch.zeros(2)}, "lr has 2 elements"),
         ({"capturable": True}, "capturable is True"), ({"num_workers": 0}, "num_workers is 0"),
         ({"differentiable": True}, "differentiable is True"),
+        ({"betas": (0.9,)}, r"betas is \(0.9,\), expected two"),
+        ({"betas": (0.9, 0.9, 0.9)}, "betas is .*, expected two numbers"),
+        ({"betas": None}, "betas is None, expected two"),
+        ({"num_workers": 1.5}, "num_workers is 1.5, expected a whole number"),
+        ({"seed": 1.5}, "seed is 1.5, expected a whole number"),
     ],
 )  # fmt: skip
 def test_bad_hyper_parameters_are_named(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CPUAdamW(params_of((2,)), **kwargs)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_scale_that_cannot_be_is_named_and_nothing_moves(scale: float) -> None:
+    (p,) = params_of((4,))
+    optimizer = CPUAdamW([p])
+    give_grads([p], 0)
+    before = p.detach().clone()
+    optimizer.grad_scale = torch.tensor(scale)
+    with pytest.raises(ValueError, match=f"grad_scale is {scale}, expected a finite number > 0"):
+        optimizer.step()
+    assert torch.equal(p, before)
 
 
 def test_hyper_parameters_that_become_bad_later_are_named_before_anything_moves() -> None:

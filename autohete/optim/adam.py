@@ -11,7 +11,13 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from autohete import _C
 from autohete.optim.base import CPUOptimizer
-from autohete.optim.checks import check_betas, check_not_negative, number
+from autohete.optim.checks import (
+    check_betas,
+    check_not_negative,
+    inverse_scale,
+    two_betas,
+    whole_number,
+)
 
 __all__ = ["CPUAdam", "CPUAdamW", "hyper_of"]
 
@@ -84,10 +90,10 @@ class CPUAdamW(CPUOptimizer):
                 f"{self._name}: moment_dtype is {moment_dtype}, expected float32 or bfloat16"
             )
         self._moment_dtype = moment_dtype
-        self._seed = seed
+        self._seed = whole_number(self._name, "seed", seed)
         defaults = {
             "lr": lr,
-            "betas": tuple(number(self._name, "betas", beta) for beta in betas),
+            "betas": two_betas(self._name, betas),
             "eps": eps,
             "weight_decay": weight_decay,
             "amsgrad": amsgrad,
@@ -212,7 +218,7 @@ def hyper_of(
         decoupled_decay=decoupled,
         maximize=bool(group["maximize"]),
         amsgrad=bool(group["amsgrad"]),
-        grad_scale=grad_scale if scale is None else 1.0 / float(scale),
+        grad_scale=grad_scale if scale is None else inverse_scale("AdamW", scale),
     )
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from autohete import _C
+from autohete.optim.checks import inverse_scale, whole_number
 from autohete.optim.sharded import PartOf, is_sharded
-from autohete.optim.states import FP32_KEYS, like, loaded_state
+from autohete.optim.states import FP32_KEYS, check_shapes, like, loaded_state
 
 __all__ = ["CPUOptimizer", "ReadUpdate"]
 
@@ -78,8 +79,10 @@ class CPUOptimizer(Optimizer):
                 raise ValueError(
                     f"{self._name}: {name} is True, expected False; use torch.optim.{twin}"
                 )
-        if num_workers is not None and num_workers < 1:
-            raise ValueError(f"{self._name}: num_workers is {num_workers}, expected at least 1")
+        if num_workers is not None:
+            num_workers = whole_number(self._name, "num_workers", num_workers)
+            if num_workers < 1:
+                raise ValueError(f"{self._name}: num_workers is {num_workers}, expected at least 1")
         self._check_group(defaults)
         super().__init__(params, defaults)
         self._num_workers = num_workers
@@ -156,21 +159,34 @@ class CPUOptimizer(Optimizer):
 
         fp32 state stays fp32 to the bit. The tensors are copied: the state dict and this optimizer
         share no memory afterwards.
+
+        Raises:
+            ValueError: it is of other parameters; nothing has been loaded.
         """
         self._settle()
         final: list[dict[str, Any]] = []
-        hook = self.register_load_state_dict_pre_hook(lambda _, given: final.append(given))
+
+        def look(_: Optimizer, given: dict[str, Any]) -> None:  # behind the user's own hooks
+            for name, param in self._places_in(given):
+                check_shapes(self._name, param, given["state"].get(name, {}))
+            final.append(given)
+
+        hook = self.register_load_state_dict_pre_hook(look)
         try:
             super().load_state_dict(state_dict)
         finally:
             hook.remove()
         # torch has cast the state of half parameters down to their dtype; take it again.
-        params = [p for group in self.param_groups for p in group["params"]]
-        names = [name for group in final[0]["param_groups"] for name in group["params"]]
-        for name, param in zip(names, params, strict=True):
+        for name, param in self._places_in(final[0]):
             if name in final[0]["state"]:
                 saved = final[0]["state"][name]
                 self.state[param] = loaded_state(param, saved, self._moment_dtype)
+
+    def _places_in(self, state_dict: dict[str, Any]) -> list[tuple[Any, Tensor]]:
+        """Return each parameter behind the name that a state dict has for it, by order."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        names = [name for group in state_dict["param_groups"] for name in group["params"]]
+        return list(zip(names, params, strict=False))  # torch refuses those of unequal length
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -242,7 +258,7 @@ class CPUOptimizer(Optimizer):
 
     def _grad_scale(self) -> float:
         scale = getattr(self, "grad_scale", None)
-        return 1.0 if scale is None else 1.0 / float(scale)
+        return 1.0 if scale is None else inverse_scale(self._name, scale)
 
     def _the_workers(self) -> _C.Workers:
         if self._workers is None:

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from autohete import _C
 from autohete.optim.base import CPUOptimizer
-from autohete.optim.checks import check_betas, check_not_negative, number
+from autohete.optim.checks import check_betas, check_not_negative, two_betas
 
 __all__ = ["CPULion"]
 
@@ -48,7 +48,7 @@ class CPULion(CPUOptimizer):
     ) -> None:
         defaults = {
             "lr": lr,
-            "betas": tuple(number(self._name, "betas", beta) for beta in betas),
+            "betas": two_betas(self._name, betas),
             "weight_decay": weight_decay,
             "maximize": maximize,
             "differentiable": False,  # torch's own loading adds it

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["FP32_KEYS", "like", "loaded_state"]
+__all__ = ["FP32_KEYS", "check_shapes", "like", "loaded_state"]
 
 FP32_KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master")
 
@@ -16,6 +16,20 @@ def like(tensor: Tensor, model: Tensor) -> Tensor:
     """Return `tensor` laid out as a dense `model` is; itself when it already is."""
     dense = torch.empty_like(model, dtype=tensor.dtype, memory_format=torch.preserve_format)
     return tensor if tensor.stride() == dense.stride() else dense.copy_(tensor)
+
+
+def check_shapes(where: str, param: Tensor, saved: dict[str, Any]) -> None:
+    """Raise ValueError where one parameter's state of a state dict is another parameter's."""
+    for key in FP32_KEYS:
+        value = saved.get(key)
+        if not isinstance(value, Tensor) or hasattr(value, "to_local"):
+            continue
+        if value.shape != param.shape:
+            raise ValueError(
+                f"{where}: {key} in the state dict has shape {tuple(value.shape)}, expected its "
+                f"parameter's {tuple(param.shape)}; load a state dict of the same model, with "
+                "parameters in the same order"
+            )
 
 
 def loaded_state(

@@ -124,50 +124,44 @@ class TimeRows : RowWriter {
     if (among_ranks()) add_gather_loop(g);
   }
 
-  // Gathers wait for the end of backward, whatever updates do.
-  void add_gather_loop(int g) {
-    const SegmentVariables& v = of_[g];
-    const UnitSeconds& layer = of_layer(g);
-    Expression first = around(g, true), last = around(g, true);
-    first.add(v.o, seconds(g).forward).add(v.y, layer.gather + layer.upload_update);
-    add_queue(first, g, Work::kGather);
-    last.add(v.y, layer.forward + layer.upload_update);
-    add_queue(last, g + 1, Work::kGather);
-    at_least(out_.step, first);
-    at_least(out_.step, last);
-  }
-
-  void add_ungated_loop(int g) {
+  // The loops of the segment's first and last unit on the host: `loop` seconds of its own follow
+  // its backward (or all of backward), behind what earlier segments queue for one lane. The last
+  // unit queues behind its own segment's too, its own share of which is in `loop`.
+  void add_first_and_last(int g, bool whole_backward, Work queued, double loop) {
     const SegmentVariables& v = of_[g];
     const UnitSeconds& s = seconds(g);
     const UnitSeconds& layer = of_layer(g);
-    const double loop = layer.download + layer.cpu_update + layer.gather + layer.upload_update;
-    for (const Work work : {Work::kUpdate, Work::kUpload}) {
-      Expression first = around(g, false), last = around(g, false);
-      first.add(v.o, s.forward + s.backward).add(v.x, segment(g).recompute_seconds).add(v.y, loop);
-      add_queue(first, g, work);
-      last.add(v.y, layer.forward + layer.backward + loop - work_seconds(layer, work));
-      add_queue(last, g + 1, work);
-      at_least(out_.step, first);
-      at_least(out_.step, last);
+    Expression first = around(g, whole_backward), last = around(g, whole_backward);
+    if (whole_backward) {
+      first.add(v.o, s.forward);
+      last.add(v.y, layer.forward + loop - work_seconds(layer, queued));
+    } else {
+      first.add(v.o, s.forward + s.backward).add(v.x, segment(g).recompute_seconds);
+      last.add(v.y, layer.forward + layer.backward + loop - work_seconds(layer, queued));
     }
-    if (!options_.early_uploads) add_late_uploads(g);
-    Expression stream = around(g, false);
-    stream.add(streaming(g, 2)).add(v.y, loop);
-    add_queue(stream, g, Work::kUpdate);
-    at_least(out_.step, stream);
-  }
-
-  // What was updated early goes up when the step is taken, after the whole backward.
-  void add_late_uploads(int g) {
-    const SegmentVariables& v = of_[g];
-    Expression first = around(g, true), last = around(g, true);
-    first.add(v.o, seconds(g).forward).add(v.y, of_layer(g).upload_update);
-    add_queue(first, g, Work::kUpload);
-    last.add(v.y, of_layer(g).forward);
-    add_queue(last, g + 1, Work::kUpload);
+    first.add(v.y, loop);
+    add_queue(first, g, queued);
+    add_queue(last, g + 1, queued);
     at_least(out_.step, first);
     at_least(out_.step, last);
+  }
+
+  // Gathers wait for the end of backward, whatever updates do.
+  void add_gather_loop(int g) {
+    const UnitSeconds& layer = of_layer(g);
+    add_first_and_last(g, true, Work::kGather, layer.gather + layer.upload_update);
+  }
+
+  void add_ungated_loop(int g) {
+    const UnitSeconds& layer = of_layer(g);
+    const double loop = layer.download + layer.cpu_update + layer.gather + layer.upload_update;
+    for (const Work work : {Work::kUpdate, Work::kUpload}) add_first_and_last(g, false, work, loop);
+    // What was updated early goes up when the step is taken, after the whole backward.
+    if (!options_.early_uploads) add_first_and_last(g, true, Work::kUpload, layer.upload_update);
+    Expression stream = around(g, false);
+    stream.add(streaming(g, 2)).add(of_[g].y, loop);
+    add_queue(stream, g, Work::kUpdate);
+    at_least(out_.step, stream);
   }
 
   void add_gated_loop(int g) {
@@ -175,15 +169,7 @@ class TimeRows : RowWriter {
     const UnitSeconds& s = seconds(g);
     const UnitSeconds& layer = of_layer(g);
     const double renew = layer.cpu_update + layer.gather + layer.upload_update;
-    for (const Work work : {Work::kUpdate, Work::kUpload}) {
-      Expression first = around(g, true), last = around(g, true);
-      first.add(v.o, s.forward).add(v.y, renew);
-      add_queue(first, g, work);
-      last.add(v.y, layer.forward + renew - work_seconds(layer, work));
-      add_queue(last, g + 1, work);
-      at_least(out_.step, first);
-      at_least(out_.step, last);
-    }
+    for (const Work work : {Work::kUpdate, Work::kUpload}) add_first_and_last(g, true, work, renew);
     Expression first = around(g, false), last = around(g, false);
     first.add(v.o, s.forward + s.backward).add(v.y, layer.download + renew);
     last.add(v.y, layer.forward + layer.backward + renew);

@@ -261,8 +261,8 @@ def test_a_hundred_steps_stay_closer_to_float64_than_torch() -> None:
         assert error[key][settled].max() < torch_error[key][settled].max()
 
 
-def test_out_of_place_equals_in_place_and_keeps_the_old_state() -> None:
-    numel = TILE + 77
+@pytest.mark.parametrize("numel", [TILE + 77, 3_000_001])  # the second bypasses the caches
+def test_out_of_place_equals_in_place_and_keeps_the_old_state(numel: int) -> None:
     for hyper in ({}, {"amsgrad": True}):
         old, in_place = random_state(numel), random_state(numel)
         new = {k: torch.full_like(v, float("nan")) for k, v in old.items()}

@@ -61,6 +61,15 @@ def test_threads_cuts_and_instruction_sets_change_no_bit() -> None:
             assert equal(got, want)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_large_value_is_not_rounded_up_to_infinity(level: str) -> None:
+    largest = float(torch.finfo(torch.bfloat16).max)
+    state = fresh(1000)
+    grad = torch.full((1000,), torch.finfo(torch.float32).max)
+    step(state, grad, level=level, hyper={"beta1": 0.0})
+    assert (state["exp_avg"] == largest).all()
+
+
 def test_another_seed_step_or_place_gives_other_rounding() -> None:
     numel = 10_000
     grad = values(numel, 3)

@@ -203,6 +203,22 @@ def cpu_adamw(**options: Any) -> Any:
     return CPUAdamW([nn.Parameter(torch.ones(3))], **options)
 
 
+def cpu_adamw_scaled(scale: float) -> Any:
+    optimizer = cpu_adamw()
+    optimizer.grad_scale = scale
+    return optimizer.step()
+
+
+def cpu_adamw_loaded(saved: tuple[int, ...], wanted: tuple[int, ...]) -> Any:
+    optimizers = []
+    for shape in (saved, wanted):
+        param = torch.nn.Parameter(torch.ones(shape))
+        param.grad = torch.ones(shape)
+        optimizers.append(CPUAdamW([param]))
+        optimizers[-1].step()
+    return optimizers[1].load_state_dict(optimizers[0].state_dict())
+
+
 def cpu_adamw_step(dtype: torch.dtype) -> Any:
     parameter = nn.Parameter(torch.ones(3, dtype=dtype))
     parameter.grad = torch.ones_like(parameter)
@@ -499,6 +515,21 @@ CASES = {
         "amsgrad is True with bfloat16 moments",
         "expected False",
         "would only grow",
+    ),
+    "three betas": Case(
+        lambda f: cpu_adamw(betas=(0.9, 0.99, 0.999)), "(0.9, 0.99, 0.999)", "two numbers", "two"
+    ),
+    "one and a half workers": Case(
+        lambda f: cpu_adamw(num_workers=1.5), "num_workers is 1.5", "a whole number", "whole"
+    ),
+    "a scale of 0": Case(
+        lambda f: cpu_adamw_scaled(0.0), "grad_scale is 0.0", "a finite number > 0", "> 0"
+    ),
+    "a state dict of another model": Case(
+        lambda f: cpu_adamw_loaded((3,), (7,)),
+        "has shape (3,)",
+        "expected its parameter's (7,)",
+        "load a state dict of the same model",
     ),
     "a beta out of range": Case(
         lambda f: cpu_adamw(betas=(0.9, 1.5)), "1.5", "0 <= beta < 1", "beta < 1"

@@ -1,0 +1,60 @@
+#include "csrc/plan/simulated_gradients.h"
+
+#include <utility>
+
+namespace autohete {
+
+void SimulatedGradients::ready(int k) {
+  if (!state_.units[k].host_state) return;
+  ++leaving_;
+  waiting_.insert({state_.key(k), k});
+}
+
+bool SimulatedGradients::start_download() {
+  if (d2h().busy) {
+    return state_.policy.preempt_downloads && !waiting_.empty() &&
+           waiting_.begin()->first < state_.key(d2h().unit) &&
+           state_.lanes.overtake(SimulatedLane::kD2h);
+  }
+  if (waiting_.empty()) return false;
+  if (state_.policy.synchronous_moves && state_.lanes[SimulatedLane::kCompute].busy) return false;
+  const int k = waiting_.begin()->second;
+  waiting_.erase(waiting_.begin());
+  SimulatedUnit& unit = state_.units[k];
+  const double left = std::exchange(unit.down_remaining, 0);
+  const double seconds = unit.seconds.download;
+  state_.lanes.begin(SimulatedLane::kD2h, k, "download", left > 0 ? left : seconds,
+                     seconds / unit.chunks_down);
+  return true;
+}
+
+void SimulatedGradients::end_download(int k) {
+  --leaving_;
+  // Of the step's last micro-batch: complete, so its update may run.
+  if (++state_.units[k].downloads % state_.walk.repeats() == 0) arrived_.insert({state_.key(k), k});
+}
+
+void SimulatedGradients::stop_download(int k, double remaining_seconds) {
+  state_.units[k].down_remaining = remaining_seconds;
+  waiting_.insert({state_.key(k), k});
+}
+
+bool SimulatedGradients::start_update() {
+  if (state_.lanes[SimulatedLane::kCpu].busy) return false;
+  for (const auto& entry : arrived_) {
+    const int k = entry.second;
+    if (state_.policy.gated && state_.units[k].own_updates >= state_.gates_open) continue;
+    state_.lanes.begin(SimulatedLane::kCpu, k, "update", state_.units[k].seconds.cpu_update);
+    arrived_.erase(entry);
+    return true;
+  }
+  return false;
+}
+
+std::size_t SimulatedGradients::leaving_bytes() const {
+  std::size_t bytes = d2h().busy ? state_.units[d2h().unit].grad_bytes : 0;
+  for (const auto& entry : waiting_) bytes += state_.units[entry.second].grad_bytes;
+  return bytes;
+}
+
+}  // namespace autohete
