@@ -8,6 +8,7 @@ Interleaved in one process, medians of the rounds; times are per call.
 from __future__ import annotations
 
 import argparse
+import mmap
 import os
 from collections.abc import Callable
 
@@ -26,6 +27,27 @@ def copies(
         "autohete copy_": lambda: _C.copy_(workers, dst, src),
         "on the caller alone": lambda: _C.copy_(alone, dst, src),
         "torch copy_": lambda: dst.copy_(src),
+    }
+
+
+def units(width: int, workers: _C.Workers) -> dict[str, Callable[[], object]]:
+    """A transformer layer's parameters into a slot: what one copy and kept slots are worth."""
+    sizes = (3 * width * width, width * width, 4 * width * width, 4 * width * width)
+    sizes += (3 * width, width, 4 * width, width, width, width, width, width)  # biases, norms
+    src = torch.randn(sum(sizes))
+    kept = torch.zeros_like(src)
+    parts = list(zip(kept.split(sizes), src.split(sizes), strict=True))
+
+    def into_new_memory() -> None:
+        with mmap.mmap(-1, src.nbytes) as memory:
+            dst = torch.frombuffer(memory, dtype=torch.float32)
+            _C.copy_(workers, dst, src)
+            del dst
+
+    return {
+        "one copy, slot kept": lambda: _C.copy_(workers, kept, src),
+        "a copy per parameter": lambda: [_C.copy_(workers, *part) for part in parts],
+        "one copy, new memory each time": into_new_memory,
     }
 
 
@@ -65,6 +87,9 @@ def main() -> None:
         repeat = max(1, 16384 // kib)
         medians = measure(list(competitors.items()), args.rounds, repeat)
         table(f"copy of {kib} KiB", medians, "autohete copy_")
+    for width in (128, 512, 1024, 2048):
+        medians = measure(list(units(width, workers).items()), args.rounds, 2048 // width)
+        table(f"parameters of a layer of width {width}", medians, next(iter(medians)))
     for half in (torch.bfloat16, torch.float16):
         for pair in ((torch.float32, half), (half, torch.float32)):
             competitors = casts(args.numel, workers, *pair)
