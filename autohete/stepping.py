@@ -9,7 +9,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,16 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from autohete import _C
 from autohete.cuda_update import update_on_cuda
+from autohete.guard import Guard
 from autohete.layout import check_gradients
-from autohete.optim import CPUAdam, CPUAdamW, hyper_of, loaded_state
+from autohete.optim import CPUAdam, CPUAdamW, CPUOptimizer, hyper_of, loaded_state
 
 if TYPE_CHECKING:
     from autohete.run import Run
 
 _NATIVE = (AdamW, Adam, CPUAdamW, CPUAdam)
 WholeStates = list[tuple[nn.Parameter, str, Tensor]]
+_ARRAYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
 _UPDATED = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -36,9 +38,32 @@ def _local_of(value: Any) -> Any:
     return local_of(value)
 
 
+def _taken(value: Any) -> Any:
+    """Return what the engine may take for its own: a class that wears a guard, else a copy."""
+    local = _local_of(value)
+    if local is None or type(local) is Tensor or isinstance(local, Guard):
+        return local
+    return local.detach().as_subclass(Tensor).clone()
+
+
 def _fingerprint(state: dict[str, Any]) -> list[Any]:
     """What changes when a value of the state is replaced, or gets another name."""
     return [*state, *map(id, state.values())]
+
+
+class _State(NamedTuple):
+    """One parameter's state as it was shown last."""
+
+    shown: dict[str, Any]
+    """The values, as the optimizer has them; held, so that their ids stay theirs."""
+
+    local: dict[str, Any]
+    """What of them this rank has."""
+
+    given: dict[str, Any]
+    """The optimizer's own dict, and its fingerprint when the values came into it."""
+
+    fingerprint: list[Any]
 
 
 class OptimizerBridge:
@@ -63,10 +88,7 @@ class OptimizerBridge:
         ]
         self._group_of = self._groups()
         self._places: dict[int, tuple[int, int]] = {}
-        self._seen: dict[tuple[int, int], dict[str, Any]] = {}  # as the optimizer shows them
-        self._local: dict[tuple[int, int], dict[str, Any]] = {}  # what of them this rank has
-        # What _seen is known to be from: the optimizer's own dict, its keys and its values' ids.
-        self._shown: dict[tuple[int, int], tuple[dict[str, Any], list[Any]]] = {}
+        self._states: dict[tuple[int, int], _State] = {}  # by (unit, parameter)
         self._moments_known: list[list[Tensor]] | None = None
         self._step_before: Any = None
         self._installed: Any = None
@@ -231,9 +253,8 @@ class OptimizerBridge:
             self._publish(u, i)
         if self._run.side.torch_device.type != "cpu":
             managed = self._run.plans.is_managed
-            update_on_cuda(
-                self._run.units, managed, self._local, hypers, self._group_of, self.part_of
-            )
+            states = {place: state.local for place, state in self._states.items()}
+            update_on_cuda(self._run.units, managed, states, hypers, self._group_of, self.part_of)
         self._run.bring_device_parts()
         return self._moments()
 
@@ -241,8 +262,8 @@ class OptimizerBridge:
         """What this rank has of the moments, by unit; made anew when some were replaced."""
         if self._moments_known is None:
             self._moments_known = [[] for _ in self._run.units]
-            for (u, _), state in self._local.items():
-                self._moments_known[u] += [t for key, t in state.items() if key != "step"]
+            for (u, _), state in self._states.items():
+                self._moments_known[u] += [t for key, t in state.local.items() if key != "step"]
         return self._moments_known
 
     def hypers(self, grad_scale: float = 1.0) -> list[_C.AdamHyper]:
@@ -280,35 +301,35 @@ class OptimizerBridge:
         """Take up state the user put there: loaded, replaced, or cleared."""
         if not self.native:
             return
-        state = self.optimizer.state
+        engine, states = self._run.engine, self.optimizer.state
+        elsewhere = set(engine.replaced_state())  # the tensors are those shown, the memory is not
         for u, unit in enumerate(self._run.units):
             for i, parameter in enumerate(unit.parameters):
-                given = state.get(parameter)
-                before = self._shown.get((u, i))
-                if before and given is before[0] and _fingerprint(given) == before[1]:
+                given = states.get(parameter)
+                known = self._states.get((u, i)) if (u, i) not in elsewhere else None
+                if known and given is known.given and _fingerprint(given) == known.fingerprint:
                     continue
                 if not self.updates(parameter):
                     continue
-                seen = self._seen.get((u, i))
+                if given:
+                    self._complete(parameter, given)
                 if not given or "exp_avg" not in given:
-                    if self._seen.pop((u, i), None) is not None:
-                        self._local.pop((u, i))
-                        self._shown.pop((u, i), None)
+                    if self._states.pop((u, i), None) is not None:
                         self._moments_known = None
-                        self._run.engine.forget_state(u, i)
+                        engine.forget_state(u, i)
                     continue
-                if seen is not None and all(given.get(k) is t for k, t in seen.items()):
+                if known and all(given.get(key) is value for key, value in known.shown.items()):
                     continue
-                self._run.engine.adopt_state(
-                    u,
-                    i,
-                    torch.as_tensor(given["step"]).float(),
-                    _local_of(given["exp_avg"]),
-                    _local_of(given["exp_avg_sq"]),
-                    _local_of(given.get("max_exp_avg_sq")),
-                    _local_of(given.get("master")),
-                )
+                step = torch.as_tensor(given["step"]).float()
+                arrays = [_taken(given.get(key)) for key in _ARRAYS]
+                engine.adopt_state(u, i, step, *arrays)
                 self._publish(u, i)
+
+    def _complete(self, parameter: nn.Parameter, given: dict[str, Any]) -> None:
+        """Make what the user took out of a state, where the optimizer would do so at its step."""
+        if isinstance(self.optimizer, CPUOptimizer) and parameter.grad is not None:
+            group = self.optimizer.param_groups[self._group_of[id(parameter)]]
+            self.optimizer._complete(parameter, given, group)
 
     def _loaded(self) -> None:
         """Torch has cast the fp32 state of half parameters down: take it from the dict again."""
@@ -327,15 +348,16 @@ class OptimizerBridge:
         parameter = self._run.units[u].parameters[i]
         ranks, shown = self._run.ranks, dict(state)
         if ranks is not None and self._run.engine.part(u, i)[0]:
-            before, then = self._seen.get((u, i), {}), self._local.get((u, i), {})
+            before = self._states.get((u, i))
             for key, part in state.items():
                 if key != "step":
-                    same = then.get(key) is part
-                    shown[key] = before[key] if same else ranks.shown(part, parameter)
-        self._local[(u, i)], self._seen[(u, i)] = state, shown
+                    if before is not None and before.local.get(key) is part:
+                        shown[key] = before.shown[key]
+                    else:
+                        shown[key] = ranks.shown(part, parameter)
         given = self.optimizer.state[parameter]
         given.update(shown)
-        self._shown[(u, i)] = given, _fingerprint(given)
+        self._states[(u, i)] = _State(shown, state, given, _fingerprint(given))
         self._moments_known = None
 
     @property
@@ -350,10 +372,10 @@ class OptimizerBridge:
         Nothing may be in flight.
         """
         u, i = self._places[id(parameter)]
-        if (u, i) not in self._seen:
+        if (u, i) not in self._states:
             self._run.engine.make_state(u, i)
         self._publish(u, i)
-        return self._local[(u, i)]
+        return self._states[(u, i)].local
 
     def part_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         """Return the rows of something shaped like the parameter that this rank updates."""
@@ -386,12 +408,12 @@ class OptimizerBridge:
         """Bring every state that the ranks have parts of together. Collective."""
         return [
             (self._run.units[u].parameters[i], key, value.full_tensor())
-            for (u, i), state in sorted(self._seen.items(), key=lambda item: item[0])
-            for key, value in state.items()
+            for (u, i), state in sorted(self._states.items(), key=lambda item: item[0])
+            for key, value in state.shown.items()
             if hasattr(value, "full_tensor")
         ]
 
     def publish_states(self) -> None:
         """Show them again after they moved to another device."""
-        for u, i in list(self._seen):
+        for u, i in list(self._states):
             self._publish(u, i)

@@ -543,3 +543,17 @@ def test_a_refused_group_is_not_added() -> None:
     with pytest.raises(ValueError, match="lr is -1"):
         optimizer.add_param_group({"params": params_of((3,)), "lr": -1.0})
     assert len(optimizer.param_groups) == 1
+
+
+def test_a_step_count_that_is_a_number_is_counted_on():
+    ends = []
+    for count in (5, torch.tensor(5.0)):
+        p = torch.nn.Parameter(torch.ones(4))
+        optimizer = CPUAdamW([p], lr=0.1)
+        for step in range(4):
+            p.grad = torch.full((4,), 1.0 + step)
+            if step == 2:
+                optimizer.state[p]["step"] = count
+            optimizer.step()
+        ends.append((p.detach().clone(), optimizer.state[p]["step"]))
+    assert torch.equal(ends[0][0], ends[1][0]) and ends[0][1] == ends[1][1] == 7

@@ -131,11 +131,14 @@ class CPUAdamW(CPUOptimizer):
 
     def _complete(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         amsgrad = group["amsgrad"]
-        made = "step" in state and "exp_avg" in state and "exp_avg_sq" in state
+        made = (
+            isinstance(state.get("step"), Tensor) and "exp_avg" in state and "exp_avg_sq" in state
+        )
         if made and (not amsgrad or "max_exp_avg_sq" in state):
             return
         self._check_param(param)
-        state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
+        if not isinstance(state.get("step"), Tensor):  # a number would not be counted on
+            state["step"] = torch.tensor(float(state.get("step", 0.0)), dtype=torch.float32)
         for key in _MOMENTS if amsgrad else _MOMENTS[:2]:
             if key not in state:
                 state[key] = torch.zeros_like(

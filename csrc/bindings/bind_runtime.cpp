@@ -215,6 +215,7 @@ void bind_engine(py::module_& module) {
       .def("synchronize", &TorchEngine::synchronize)
       .def("gradient_parts", &TorchEngine::gradient_parts)
       .def("take_relaid", &TorchEngine::take_relaid)
+      .def("replaced_state", &TorchEngine::replaced_state)
       .def("missing_state", &TorchEngine::missing_state)
       .def("make_state", &TorchEngine::make_state)
       .def("forget_state",

@@ -111,6 +111,8 @@ class TorchEngine {
   // --- the step
   // (unit, index) of parameters whose state has new tensors, since their layout was changed.
   std::vector<std::pair<int, int>> take_relaid();
+  // (unit, index) of parameters with state that the user gave other memory: adopt_state() it.
+  std::vector<std::pair<int, int>> replaced_state() const;
   // (unit, index) of parameters that have a gradient and no optimizer state yet.
   std::vector<std::pair<int, int>> missing_state();
   void make_state(int unit, int index) { units_.at(unit)->make_state(index); }

@@ -36,6 +36,16 @@ std::vector<std::pair<int, int>> TorchEngine::take_relaid() {
   return all;
 }
 
+std::vector<std::pair<int, int>> TorchEngine::replaced_state() const {
+  std::vector<std::pair<int, int>> all;
+  for (int u = 0; u < num_units(); ++u) {
+    const std::vector<TorchParameter>& parameters = units_[u]->parameters();
+    for (int i = 0; i < static_cast<int>(parameters.size()); ++i)
+      if (parameters[i].has_replaced_state()) all.emplace_back(u, i);
+  }
+  return all;
+}
+
 std::vector<std::pair<int, int>> TorchEngine::missing_state() {
   std::vector<std::pair<int, int>> missing;
   for (int u = 0; u < num_units(); ++u) {

@@ -67,6 +67,13 @@ struct TorchParameter {
   HomedTensor exp_avg, exp_avg_sq, max_exp_avg_sq, master;
   at::Tensor step;  // 0-dim float32 on the CPU
 
+  // The user gave some of it other memory (state["exp_avg"].data = x).
+  bool has_replaced_state() const {
+    for (const HomedTensor* array : {&exp_avg, &exp_avg_sq, &max_exp_avg_sq, &master})
+      if (array->defined() && array->replaced()) return true;
+    return false;
+  }
+
   bool is_half() const { return value.tensor().scalar_type() != at::kFloat; }
   std::size_t state_array_bytes() const { return align_up(part_numel * sizeof(float)); }
   // The shape of its state.

@@ -180,6 +180,7 @@ std::vector<AdamSpan> TorchUnit::spans_ahead_in_place(const std::vector<AdamHype
   for (TorchParameter& parameter : parameters_) {
     const at::Tensor& value = parameter.value.tensor();
     if (parameter.group < 0 || !value.grad().defined() || !parameter.step.defined()) return {};
+    if (parameter.has_replaced_state()) return {};
     if (parameter.part_numel == 0) continue;
     spans.push_back(span_at_home(parameter, hypers));
     spans.back().step += 1;
