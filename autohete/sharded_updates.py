@@ -11,6 +11,7 @@ Nothing of this speaks to other ranks: collectives are FSDP2's and stay on the t
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -161,6 +162,7 @@ class _Unit:
         self.sharded = sharded
         self._guards = ShardGuards(self.settle)
         self._update: Future[None] | None = None
+        self._lock = threading.Lock()  # of the end of an update
 
     def begin(
         self,
@@ -187,8 +189,10 @@ class _Unit:
                 f"autohete: the update of {self.sharded.name} failed ({error}), so its values are "
                 "not those of any step; go on from a checkpoint"
             ) from error
-        self._guards.take_off()
-        self._update = None
+        with self._lock:
+            if self._update is update:  # else another thread was faster, and the next may run
+                self._guards.take_off()
+                self._update = None
 
     @staticmethod
     def _result(update: Future[None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ from test_fully_shard import EPS, ours, sharded, torchs
 from torch import nn
 
 from autohete import CPUSGD, CPUAdamW, CPULion, ShardedUpdates
+from autohete.guard import Guard
+from autohete.optim.base import ReadUpdate
+from autohete.sharded_updates import _Unit
 
 STEPS = 4
 RULES: dict[str, Callable[[Any], Any]] = {
@@ -143,7 +147,7 @@ def on_two_ranks() -> list[dict[str, Any]]:
 
 
 def in_turn(rank: int, size: int) -> dict[str, Any]:
-    cases = (order_of_events, skipped, failing, refused_step, removed, refused)
+    cases = (order_of_events, skipped, failing, refused_step, removed, refused, two_optimizers)
     return {case.__name__: case(rank, size) for case in (*cases, partly_frozen_both)}
 
 
@@ -416,6 +420,76 @@ def test_what_it_cannot_update_is_refused_and_says_what_to_do(on_two_ranks: Any)
     for messages in (found["refused"] for found in on_two_ranks):
         for message, part_of_it in zip(messages, parts, strict=True):
             assert part_of_it in message
+
+
+def two_optimizers(rank: int, size: int) -> list[list[torch.Tensor]]:
+    """What gathering by hand sees while each optimizer's update of a unit is held."""
+    seen = []
+    for beside in (False, True):
+        model = sharded(size)
+        parameters = list(model.parameters())
+        optimizers = [ours(parameters[::2]), ours(parameters[1::2])]
+        held = []
+        for optimizer in optimizers if beside else []:
+            updates = ShardedUpdates(model, optimizer)
+            held.append((updates, Gates(optimizer, [])))
+            for unit in updates._units:
+                opening(unit, held[-1][1])
+        model(*part(Setup(), 0, 0, rank)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        block: Any = model.blocks[1]
+        block.unshard()
+        seen.append([p.detach().clone() for p in block.parameters()])
+        block.reshard()
+        for updates, gates in held:
+            gates.open_all()
+            updates.remove()
+    return seen
+
+
+def test_gathering_waits_for_the_updates_of_every_optimizer_of_a_unit(on_two_ranks: Any):
+    for plain, beside in (found["two_optimizers"] for found in on_two_ranks):
+        for a, b in zip(plain, beside, strict=True):
+            assert torch.equal(a, b)
+
+
+class Ungathered:
+    name = "a unit"
+
+    def gathered_from(self) -> list[torch.Tensor]:
+        return []
+
+
+def test_a_thread_that_waited_for_an_update_does_not_end_the_next_one():
+    parameter = nn.Parameter(torch.ones(2))
+    update = ReadUpdate(parameter, 0, (), [])
+    unit = _Unit(Ungathered())  # type: ignore[arg-type]
+    first: Any = Future()
+    next_one: Any = Future()
+    unit.begin([update], {parameter: {}}, lambda _: first)
+    waits, goes_on = threading.Event(), threading.Event()
+    result = unit._result
+
+    def slow(future: Any) -> None:
+        result(future)
+        if threading.current_thread() is late:
+            waits.set()
+            assert goes_on.wait(30)
+
+    unit._result = slow  # type: ignore[method-assign]
+    late = threading.Thread(target=unit.settle)
+    late.start()
+    first.set_result(None)
+    assert waits.wait(30)
+    unit.settle()
+    unit.begin([update], {parameter: {}}, lambda _: next_one)
+    goes_on.set()
+    late.join()
+    assert isinstance(parameter, Guard)
+    next_one.set_result(None)
+    unit.settle()
+    assert type(parameter) is nn.Parameter
 
 
 def saved_and_resumed(rank: int, size: int, folder: str) -> list[list[torch.Tensor]]:
