@@ -151,7 +151,7 @@ def _check(batch: int, seq: int, precision: str) -> None:
         raise ValueError(f"precision is {precision!r}, expected one of {', '.join(_PRECISIONS)}")
     for name, value in (("batch", batch), ("seq", seq)):
         if type(value) is not int or not 1 <= value <= 2**24:
-            raise ValueError(f"{name} is {value!r}, expected a whole number of at least 1")
+            raise ValueError(f"{name} is {value!r}, expected a whole number from 1 to {2**24}")
 
 
 def _describe_step(
@@ -190,7 +190,7 @@ def _alike(units: list[UnitDescription]) -> list[UnitDescription]:
     for unit in units:
         if unit.is_layer:
             same.setdefault(unit.kind, []).append(unit)
-    fields: dict[str, dict[str, int]] = {
+    fields: dict[str, dict[str, Any]] = {
         kind: {name: max(getattr(unit, name) for unit in layers) for name in _LARGEST}
         | {name: sum(getattr(unit, name) for unit in layers) // len(layers) for name in _MEAN}
         for kind, layers in same.items()

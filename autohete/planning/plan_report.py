@@ -156,8 +156,8 @@ def load_model_config(path: Path) -> Any:
 
     if kind not in CONFIG_MAPPING:
         raise ValueError(
-            f"model is {str(path)!r}, whose model_type is {kind!r}, expected one that the installed "
-            "transformers knows; upgrade transformers, or plan from the model itself (plan_for())"
+            f"model is {str(path)!r}, whose model_type is {kind!r}, expected one that the "
+            "installed transformers knows; upgrade transformers, or plan from the model itself"
         )
     try:
         config = CONFIG_MAPPING[kind](**data)
