@@ -174,6 +174,8 @@ def test_updates_are_kept_from_step_to_step(rule: str) -> None:
         (lambda p, o: setattr(p, "data", p.data.view(7, 33)), "shape"),
         (lambda p, o: o.state[p].update(exp_avg=torch.zeros(3)), "shape"),
         (lambda p, o: o.state[p].update(exp_avg=p.data), "overlaps"),
+        (lambda p, o: o.state[p]["exp_avg"].resize_(7, 33), "shape"),
+        (lambda p, o: p.grad.resize_(33), "shape"),
     ],
 )
 def test_what_is_wrong_at_a_later_step_is_said_as_at_the_first(
@@ -192,6 +194,50 @@ def test_what_is_wrong_at_a_later_step_is_said_as_at_the_first(
         optimizer.step()
     for p, was in zip(params[1:], before[1:], strict=True):
         assert torch.equal(p, was)
+
+
+def test_gradients_of_another_dtype_than_the_step_before_are_read_as_such() -> None:
+    def run(anew: bool) -> nn.Parameter:
+        param = nn.Parameter(torch.ones(40))
+        param.grad_dtype = None  # gradients of any dtype may be assigned
+        optimizer = CPUAdamW([param])
+        for dtype in (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float32):
+            param.grad = torch.linspace(-1, 1, 40).to(dtype)
+            if anew:
+                optimizer._kept_updates = None
+            optimizer.step()
+        return param
+
+    assert torch.equal(run(anew=False), run(anew=True))
+
+
+class Asked(torch.Tensor):
+    """A tensor that has to be asked before its memory is read, as one that moves has."""
+
+    asked = 0
+
+    def data_ptr(self) -> int:
+        type(self).asked += 1
+        return super().data_ptr()
+
+
+class AskedParameter(Asked, nn.Parameter):
+    """The same of a parameter."""
+
+
+@pytest.mark.parametrize("which", ["parameter", "gradient"])
+def test_what_has_begun_to_move_is_asked_before_it_is_read(which: str) -> None:
+    params = model(torch.float32)
+    optimizer = CPUAdamW(params)
+    for step in range(4):
+        give_grads(params, seed=step)
+        if step == 3 and which == "gradient":
+            params[0].grad = params[0].grad.as_subclass(Asked)  # type: ignore[union-attr]
+        elif step == 3:
+            params[0].__class__ = AskedParameter
+        Asked.asked = AskedParameter.asked = 0
+        optimizer.step()
+    assert Asked.asked + AskedParameter.asked > 0
 
 
 def test_a_gradient_that_shares_memory_with_its_parameter_is_refused_at_a_later_step() -> None:

@@ -151,7 +151,7 @@ def _check(batch: int, seq: int, precision: str) -> None:
         raise ValueError(f"precision is {precision!r}, expected one of {', '.join(_PRECISIONS)}")
     for name, value in (("batch", batch), ("seq", seq)):
         if type(value) is not int or not 1 <= value <= 2**24:
-            raise ValueError(f"{name} is {value!r}, expected a whole number of at least 1")
+            raise ValueError(f"{name} is {value!r}, expected a whole number from 1 to {2**24}")
 
 
 def _describe_step(
@@ -162,11 +162,11 @@ def _describe_step(
     recorder = StepRecorder(model, units)
     recorder.run(ids, _PRECISIONS[precision][3])
     batch, seq = ids.shape
+    described = [
+        _described(unit, note, precision) for unit, note in zip(units, recorder.notes, strict=True)
+    ]
     return ModelDescription(
-        units=[
-            _described(unit, note, precision)
-            for unit, note in zip(units, recorder.notes, strict=True)
-        ],
+        units=_alike(described),
         batch=batch,
         seq=seq,
         precision=precision,
@@ -176,21 +176,70 @@ def _describe_step(
     )
 
 
+_LARGEST = ("activation_bytes", "checkpoint_bytes", "temporary_bytes", "half_copy_bytes")
+_MEAN = ("forward_flops", "backward_flops", "forward_traffic_bytes", "backward_traffic_bytes")
+
+
+def _alike(units: list[UnitDescription]) -> list[UnitDescription]:
+    """Give layers of one kind the same numbers, as the planner takes them.
+
+    What layers share (an encoder's output, a bias) is booked on the first that saves or computes
+    it: the largest bytes and the mean of the work are right for any of them.
+    """
+    same: dict[str, list[UnitDescription]] = {}
+    for unit in units:
+        if unit.is_layer:
+            same.setdefault(unit.kind, []).append(unit)
+    fields: dict[str, dict[str, Any]] = {
+        kind: {name: max(getattr(unit, name) for unit in layers) for name in _LARGEST}
+        | {name: sum(getattr(unit, name) for unit in layers) // len(layers) for name in _MEAN}
+        for kind, layers in same.items()
+    }
+    return [replace(unit, **fields[unit.kind]) if unit.is_layer else unit for unit in units]
+
+
 def _fake_model(model: Any, dtype: torch.dtype) -> nn.Module:
     """The model with fake parameters; call it inside a FakeTensorMode."""
     if isinstance(model, nn.Module):
         return _fake_copy(model, dtype).train()
     try:
-        from transformers import AutoModelForCausalLM
+        built = _built(model)
     except ImportError as error:
         raise RuntimeError(
             "planning from a configuration needs transformers; pip install transformers"
         ) from error
-    built: Any = AutoModelForCausalLM.from_config(model)
     built.config.use_cache = False
     if getattr(built, "loss_type", "") is None:  # else transformers warns, and takes this one
         built.loss_type = "ForCausalLM"
     return _fake_copy(built, dtype).train()
+
+
+def _built(config: Any) -> Any:
+    """The language model of a configuration; of an encoder and a decoder both."""
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForSeq2SeqLM,
+    )
+
+    kinds: list[tuple[Any, Any]] = [(MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM)]
+    both = (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, AutoModelForSeq2SeqLM)
+    kinds.insert(0 if getattr(config, "is_encoder_decoder", False) else 1, both)
+    makers = [maker for mapping, maker in kinds if type(config) in mapping]
+    if not makers:
+        raise ValueError(
+            f"describe_model: the model is a {type(config).__name__}, expected the configuration "
+            "of a language model (input_ids in, labels in); give the module itself"
+        )
+    try:
+        return makers[0].from_config(config)
+    except Exception as error:  # whatever a model's code does with numbers that do not fit
+        raise ValueError(
+            f"describe_model: no model can be made of this {type(config).__name__} "
+            f"({type(error).__name__}: {' '.join(str(error).split())}), expected numbers that fit "
+            "each other; correct them"
+        ) from error
 
 
 def _fake_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -152,9 +152,24 @@ def load_model_config(path: Path) -> Any:
             f"model is {str(path)!r}, which is no Hugging Face config.json with a model_type; give "
             f"one, or one of {', '.join(PRESETS)}"
         ) from None
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING
 
-    return AutoConfig.for_model(kind, **data)
+    if kind not in CONFIG_MAPPING:
+        raise ValueError(
+            f"model is {str(path)!r}, whose model_type is {kind!r}, expected one that the "
+            "installed transformers knows; upgrade transformers, or plan from the model itself"
+        )
+    try:
+        config = CONFIG_MAPPING[kind](**data)
+    except Exception as error:  # transformers' checks have errors of many kinds
+        raise ValueError(
+            f"model is {str(path)!r}, which transformers refuses "
+            f"({' '.join(str(error).split())}), expected values that make a {kind}; correct them"
+        ) from error
+    layers = getattr(config, "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers < 0:
+        raise ValueError(f"model is {str(path)!r} with {layers} layers, expected at least 0")
+    return config
 
 
 def describe_named(model: str, batch: int, seq: int, precision: str) -> ModelDescription:

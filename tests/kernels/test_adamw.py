@@ -420,6 +420,7 @@ def test_a_bad_tensor_is_named_with_what_it_is_and_what_it_should_be() -> None:
         ("overlaps", {"exp_avg": shared[:12], "exp_avg_sq": shared[8:]}),
         (r"step is \[3\], expected one number", {"step": torch.zeros(3)}),
         ("step is 0, expected the number of this update", {"step": 0.0}),
+        ("step is inf, expected the number of this update", {"step": float("inf")}),
     ]
     for message, changes in cases:
         with pytest.raises(ValueError, match=message):

@@ -100,6 +100,14 @@ def test_a_hundred_steps_of_sgd_are_no_further_from_float64_than_torch(rule: str
     assert error.mean() <= 1.1 * torch_error.mean()
 
 
+def test_an_infinite_buffer_of_sgd_stays_infinite() -> None:
+    inf = float("inf")
+    param, buffer = torch.ones(3), torch.tensor([inf, -inf, 1.0])
+    sgd(param, torch.ones(3), buffer, False, SGD["momentum"])
+    assert buffer.tolist() == [inf, -inf, pytest.approx(1.9)]
+    assert param.tolist() == [-inf, inf, pytest.approx(0.81)]
+
+
 def float64_lion(param: Tensor, exp_avg: Tensor, grad: Tensor, h: dict[str, Any]) -> Tensor:
     """Take one step in place as algorithm 2 of the paper writes it; return the interpolation."""
     g = -grad if h.get("maximize") else grad

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from message_case import Case
+from transformers import GPT2Config, ViTConfig
 
 from autohete import planning
 from autohete.planning import InfeasibleError, make_plan, plan_for
@@ -19,6 +20,7 @@ from autohete.planning.gpt2_shape import GPT2Shape
 from autohete.planning.hardware import available_host_bytes
 from autohete.planning.library import find_machine
 from autohete.planning.model_profile import describe_gpt2, describe_model
+from autohete.planning.plan_report import load_model_config
 from autohete.report.content import content_of_sweep
 from autohete.report.live import Live
 from autohete.report.pictures import save_picture
@@ -48,6 +50,12 @@ def run_file(folder: Path, text: str) -> Any:
     path = folder / "autohete_run.json"
     path.write_text(text)
     return load_run(path)
+
+
+def config_of(folder: Path, **fields: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(fields))
+    return path
 
 
 def config_file(folder: Path, text: str) -> Any:
@@ -220,6 +228,36 @@ CASES = {
         "BranchesOnValues",
         "run on fake tensors",
         "profile it on a device",
+    ),
+    "a config.json of a kind that there is not": Case(
+        lambda f: load_model_config(config_of(f, model_type="zorglub")),
+        "'zorglub'",
+        "expected one that the installed transformers knows",
+        "upgrade transformers",
+    ),
+    "a config.json with a word for a number": Case(
+        lambda f: load_model_config(config_of(f, model_type="gpt2", n_layer="two")),
+        "n_layer",
+        "expected values that make a gpt2",
+        "correct them",
+    ),
+    "a config.json with fewer layers than none": Case(
+        lambda f: load_model_config(config_of(f, model_type="gpt2", n_layer=-3)),
+        "with -3 layers",
+        "expected at least 0",
+        "at least 0",
+    ),
+    "a configuration of a vision model": Case(
+        lambda f: describe_model(ViTConfig(), 1, 8),
+        "a ViTConfig",
+        "the configuration of a language model",
+        "give the module itself",
+    ),
+    "a configuration whose numbers do not fit": Case(
+        lambda f: describe_model(GPT2Config(n_layer=1, n_embd=65, n_head=4), 1, 8),
+        "GPT2Config",
+        "numbers that fit each other",
+        "correct them",
     ),
     "autocast on the meta device": Case(
         lambda f: describe_gpt2(GPT2Shape(2, 64, 2, 8), 1, 8, "autocast"),

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
 
@@ -11,6 +15,7 @@ from autohete.planning import describe_model, find_machine, profile_model
 from autohete.planning.gpt2_shape import GPT2Shape
 from autohete.planning.library import MACHINES
 from autohete.planning.model_profile import describe_gpt2
+from autohete.planning.plan_report import plan_for
 
 B, S, H = 2, 8, 16
 
@@ -64,13 +69,14 @@ def test_half_precision_halves_activations_and_adds_masters() -> None:
 
 
 def test_autocast_keeps_fp32_parameters_and_a_half_copy_until_backward() -> None:
-    layer = describe_model(Net(), B, S, "autocast").units[2]  # its input comes in half precision
+    layer = describe_model(Net(), B, S, "autocast").units[2]
     parameters, tokens = 8 * H * H + 5 * H, B * S
     assert layer.param_bytes == layer.grad_bytes == layer.master_bytes == 4 * parameters
     assert layer.state_bytes == 8 * parameters
     assert layer.half_copy_bytes == 2 * parameters
     assert layer.activation_bytes == 2 * tokens * (H + 4 * H) + 2 * parameters
-    assert layer.checkpoint_bytes == 2 * tokens * H + 2 * parameters
+    # Its input comes in half precision, the first layer's in fp32, and they are described alike.
+    assert layer.checkpoint_bytes == 4 * tokens * H + 2 * parameters
 
 
 def test_under_autocast_links_carry_four_bytes_and_layers_run_at_the_half_rate() -> None:
@@ -190,3 +196,39 @@ def test_a_preset_is_described_as_transformers_own_model_is(
         expected = other.activation_bytes + norms * statistics - (mask if mine.is_layer else 0)
         assert mine.activation_bytes == expected
         assert mine.temporary_bytes == pytest.approx(other.temporary_bytes, rel=0.25)
+
+
+SIZES = {"vocab_size": 100, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+ATTENTION = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+KINDS: dict[str, dict[str, Any]] = {
+    "bart": {
+        "d_model": 32, "encoder_layers": 3, "decoder_layers": 3, "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64, "max_position_embeddings": 64, "decoder_start_token_id": 2,
+        **ATTENTION,
+    },
+    "t5": {
+        "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 3, "num_heads": 4,
+        "decoder_start_token_id": 0,
+    },
+    "mamba": {"hidden_size": 32, "num_hidden_layers": 3, "state_size": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_of_one_kind_are_described_alike_whatever_they_share(kind: str) -> None:
+    config = transformers.CONFIG_MAPPING[kind](**SIZES, **KINDS[kind])
+    description = describe_model(config, 1, 16)
+    layers = [unit for unit in description.units if unit.is_layer]
+    assert len(layers) == (3 if kind == "mamba" else 6)  # of an encoder and a decoder both
+    for unit in layers:
+        others = [replace(other, name=unit.name) for other in layers if other.kind == unit.kind]
+        assert all(other == unit for other in others)
+    plan_for(config, "a100-40", 1, 16)  # which refuses unlike layers of one kind
+
+
+def test_a_configuration_of_no_language_model_is_named() -> None:
+    with pytest.raises(ValueError, match="a ViTConfig, expected the configuration of a language"):
+        describe_model(transformers.ViTConfig(), 1, 16)
+    config = transformers.GPT2Config(n_layer=1, n_embd=65, n_head=4)
+    with pytest.raises(ValueError, match="no model can be made of this GPT2Config .*65"):
+        describe_model(config, 1, 16)

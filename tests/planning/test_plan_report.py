@@ -69,6 +69,26 @@ def test_a_foreign_json_is_refused(tmp_path: Path, text: str) -> None:
         plan_for(str(tmp_path / "config.json"), "h100", 2, 16)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "zorglub"}, "model_type is 'zorglub', expected one that the installed"),
+        ({"n_layer": "two"}, "transformers refuses .*n_layer.*, expected values that make a gpt2"),
+        ({"n_layer": float("nan")}, "transformers refuses .*n_layer"),
+        ({"n_layer": -3}, "with -3 layers, expected at least 0"),
+        ({"n_head": 0}, "no model can be made of this GPT2Config"),
+    ],
+)
+def test_a_config_with_wrong_values_is_refused_in_one_line(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 4, **changes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message) as error:
+        plan_for(str(tmp_path / "config.json"), "h100", 2, 16)
+    assert "\n" not in str(error.value)
+
+
 def test_unknown_names_list_the_known() -> None:
     with pytest.raises(ValueError, match="gpt2-xl"):
         plan_for("gpt9", "h100", 2, 16)
