@@ -538,6 +538,16 @@ def test_parameters_and_gradients_of_other_kinds_are_refused_by_name() -> None:
         CPUAdamW([meta]).step()
 
 
+def test_parameters_that_share_memory_are_refused_and_nothing_moves() -> None:
+    storage = torch.ones(20)
+    params = [nn.Parameter(storage[:12]), nn.Parameter(storage[8:])]
+    optimizer = CPUAdamW(params)
+    give_grads(params, 0)
+    with pytest.raises(ValueError, match="param overlaps the param of another update"):
+        optimizer.step()
+    assert torch.equal(storage, torch.ones(20))
+
+
 def test_a_refused_group_is_not_added() -> None:
     optimizer = CPUAdamW(params_of((2,)))
     with pytest.raises(ValueError, match="lr is -1"):

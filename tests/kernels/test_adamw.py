@@ -431,6 +431,45 @@ def test_a_bad_tensor_is_named_with_what_it_is_and_what_it_should_be() -> None:
         _C.adamw_(_C.Workers(1), [update(same, random_grad(12)), update(other, random_grad(12))])
 
 
+def test_values_laid_out_in_another_order_are_refused() -> None:
+    state = {key: value.view(3, 4) for key, value in random_state(12).items()}
+    turned = random_grad(12).view(4, 3).t()
+    with pytest.raises(ValueError, match="grad has strides"):
+        _C.adamw_(_C.Workers(1), [update(state, turned)])
+    with pytest.raises(ValueError, match="exp_avg has strides"):
+        _C.adamw_(_C.Workers(1), [update({**state, "exp_avg": turned}, random_grad(12).view(3, 4))])
+
+
+def test_autograd_is_told_of_what_was_written() -> None:
+    state, grad = random_state(12), random_grad(12)
+    half, step = state["param"].bfloat16(), torch.tensor(2.0)
+    written = [state["param"], state["exp_avg"], state["exp_avg_sq"], half, step]
+    before = [tensor._version for tensor in (*written, grad)]
+    _C.adamw_(_C.Workers(1), [update(state, grad, step, half=half)])
+    after = [tensor._version for tensor in (*written, grad)]
+    assert [b > a for a, b in zip(before, after, strict=True)] == [True] * 5 + [False]
+
+
+def test_a_bad_destination_is_named_and_nothing_is_written() -> None:
+    def attempt(out: tuple[Tensor, ...], half: Tensor | None = None) -> None:
+        _C.adamw_(_C.Workers(1), [update(state, random_grad(12), half=half)], out=[out])
+
+    state = random_state(12)
+    one, two, shared = torch.zeros(12), torch.zeros(12), torch.zeros(20)
+    half = state["param"].bfloat16()
+    with pytest.raises(ValueError, match="param is Half, expected the dtype of the old values"):
+        attempt((torch.zeros(12).half(), one, two))
+    with pytest.raises(ValueError, match="half is Half, expected the dtype of the old values"):
+        attempt((torch.zeros(12), one, two, one, torch.zeros(12).half()), half)
+    with pytest.raises(ValueError, match=r"exp_avg has shape \[11\], expected param's \[12\]"):
+        attempt((one, torch.zeros(11), two))
+    with pytest.raises(ValueError, match="overlaps"):
+        attempt((shared[:12], shared[8:], one))
+    with pytest.raises(ValueError, match="overlaps"):
+        attempt((one, state["exp_avg_sq"], two))  # an old value that is still to be read
+    assert same_bits(state, random_state(12))
+
+
 @pytest.mark.parametrize("num_workers", [1, 4])
 def test_tensors_of_one_call_are_each_updated_once_whatever_sizes_follow_each_other(
     num_workers: int,
