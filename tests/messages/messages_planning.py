@@ -220,7 +220,7 @@ CASES = {
     "a batch of none": Case(
         lambda f: describe_model(BranchesOnValues(), 0, 8),
         "batch is 0",
-        "at least 1",
+        "from 1 to 16777216",
         "whole number",
     ),
     "a model that looks at values": Case(
