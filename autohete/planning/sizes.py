@@ -17,7 +17,8 @@ def parse_bytes(size: int | float | str, name: str = "size") -> int:
     """Return a number of bytes from 40e9, "40GB" or "24GiB".
 
     Raises:
-        ValueError: unknown unit, not a number, not finite, negative or beyond 2**53.
+        ValueError: unknown unit, not a number, not finite, negative, beyond 2**53, or a small fraction
+            without a unit.
 
     >>> parse_bytes("24GiB"), parse_bytes("40 gb"), parse_bytes(40e9)
     (25769803776, 40000000000, 40000000000)
@@ -29,6 +30,10 @@ def parse_bytes(size: int | float | str, name: str = "size") -> int:
         raise ValueError(f"{name} is {size!r}, expected a finite number of bytes")
     if number < 0 or number > _LARGEST:
         raise ValueError(f"{name} is {size!r}, expected between 0 and 2**53 bytes")
+    if isinstance(size, float) and size < 1024 and not size.is_integer():  # GiB were meant
+        raise ValueError(
+            f"{name} is {size!r}, expected whole bytes; give a unit, for example '{size:g}GiB'"
+        )
     return int(number)
 
 

@@ -139,6 +139,9 @@ CASES = {
     "a size below nothing": Case(
         lambda f: PARSE(-1, "gpu_mem"), "-1", "between 0 and 2**53", "between 0"
     ),
+    "a size without its unit": Case(
+        lambda f: PARSE(1.5, "gpu_mem"), "1.5", "expected whole bytes", "'1.5GiB'"
+    ),
     "words for a size": Case(
         lambda f: PARSE("plenty", "gpu_mem"), "'plenty'", "a size such as", "'40GB'"
     ),

@@ -42,7 +42,7 @@ def test_an_unknown_unit_lists_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    "size", [float("nan"), float("inf"), -1, "-3GB", 2**54, "1e30", None, True, [1], b"1"]
+    "size", [float("nan"), float("inf"), -1, "-3GB", 1.5, 2**54, "1e30", None, True, [1], b"1"]
 )
 def test_numbers_out_of_range_and_other_types_are_refused(size: object) -> None:
     with pytest.raises(ValueError, match="cpu_mem is"):
