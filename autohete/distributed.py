@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from autohete.machine_memory import MachineMemory
 from autohete.pulse import Pulse, store_of
 
 T = TypeVar("T")
@@ -109,6 +110,12 @@ class Ranks:
         self.parts: Any = dist.new_group(members, backend="gloo", use_local_synchronization=local)
         self._on_gpu = device.type != "cpu"
         self.failed = False
+        # Between ranks of one machine, which torchrun tells; asked for at the first parts.
+        self._memory: MachineMemory | None = None
+        if self.size <= ranks_here():
+            self._memory = MachineMemory(
+                self.rank, self.size, self._share_parts, self._all_of_parts
+            )
         self._meshes: dict[str, Any] = {}  # by device type
         self._buffers: dict[Any, Tensor] = {}  # by group
         self._pulse = Pulse(store_of(self.host), self.rank, self.size)
@@ -229,16 +236,36 @@ class Ranks:
             rows = [-(-len(t) // self.size) for t in tensors]
             sizes = [n * t.nbytes // len(t) for n, t in zip(rows, tensors, strict=True)]
             length = sum(sizes)
-            every = self._buffer(group, self.size * length, tensors[0].device)
-            every = every.view(self.size, length)
+            every = self._memory.rows(length) if self._memory and group is self.parts else None
+            seen_by_all = every is not None
+            if every is None:
+                every = self._buffer(group, self.size * length, tensors[0].device)
+                every = every.view(self.size, length)
             for mine, theirs in self._pairs(every[self.rank], tensors, rows, self.rank):
                 mine.copy_(theirs)
-            work = _all_gather(every.view(-1), every[self.rank], group=group, async_op=True)
+            if seen_by_all:
+                work = dist.barrier(group=group, async_op=True)
+            else:
+                work = _all_gather(every.view(-1), every[self.rank], group=group, async_op=True)
             self.wait(work, "bringing updated parameters together", group)
             for rank in range(self.size):
                 if rank != self.rank:
                     for theirs, mine in self._pairs(every[rank], tensors, rows, rank):
                         mine.copy_(theirs)
+
+    def _share_parts(self, value: T) -> T:
+        """share(), from the share thread."""
+        box = [value]
+        with self._naming("sharing memory"):
+            dist.broadcast_object_list(box, group=self.parts, group_src=0)
+        return box[0]
+
+    def _all_of_parts(self, yes: bool) -> bool:
+        """all_of(), from the share thread."""
+        answer = torch.tensor([yes], dtype=torch.uint8)
+        work = dist.all_reduce(answer, dist.ReduceOp.MIN, group=self.parts, async_op=True)
+        self.wait(work, "sharing memory", self.parts)
+        return bool(answer.item())
 
     def _buffer(self, group: Any, length: int, device: torch.device) -> Tensor:
         """Memory to gather in, kept: one for each thread, as large as the largest unit."""
