@@ -37,6 +37,10 @@ class ShardedUpdates:
     optimizer by itself, to the bit. After step() parameters, gradients and state wait when they
     are touched; views and arrays of their memory taken before do not: synchronize() first.
 
+    An update that fails raises at the first touch of its unit. Then a checkpoint can be loaded, the
+    model's part before the optimizer's load_state_dict(); until that, or remove(), forward and
+    step() raise it again.
+
     Args:
         model: the outermost module that fully_shard() was called on, offloaded by
             CPUOffloadPolicy. Parameters that it does not shard are updated in step() itself.
@@ -83,18 +87,40 @@ class ShardedUpdates:
             RuntimeError: one of them failed.
         """
         for unit in self._order:
-            unit.settle()
+            unit.ready()
 
     def remove(self) -> None:
-        """Wait, and give the updates back to step()."""
-        self.synchronize()
-        for hook in self._hooks:
-            hook.remove()
-        self._lane.shutdown()
-        if self._optimizer._beside is self:
-            self._optimizer._beside = None
+        """Wait, and give the updates back to step().
+
+        Raises:
+            RuntimeError: one of them failed, and nothing has raised it yet; it is removed even so.
+        """
+        try:
+            self.wait()
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+            self._lane.shutdown()
+            if self._optimizer._beside is self:
+                self._optimizer._beside = None
 
     # ---------------------------------------------------------------- called by the optimizer
+
+    def wait(self) -> None:
+        """Wait for all updates; raise a failure that has not been raised yet."""
+        failures = []
+        for unit in self._order:
+            try:
+                unit.settle()
+            except RuntimeError as failure:
+                failures.append(failure)
+        if failures:
+            raise failures[0]
+
+    def loaded(self) -> None:
+        """Forget failures: the values are a checkpoint's."""
+        for unit in self._order:
+            unit.failure = None
 
     def take(self, hypers: list[Any]) -> None:
         """Begin the updates of a step; nothing is begun where reading them raises."""
@@ -133,7 +159,7 @@ class ShardedUpdates:
 
         @_not_traced  # type: ignore[untyped-decorator]
         def arrive(module: nn.Module, inputs: Any) -> None:
-            unit.settle()
+            unit.ready()
             updates = ours()
             if updates is not None and unit not in updates._seen:
                 updates._seen.append(unit)
@@ -163,6 +189,7 @@ class _Unit:
         self._guards = ShardGuards(self.settle)
         self._update: Future[None] | None = None
         self._lock = threading.Lock()  # of the end of an update
+        self.failure: str | None = None  # of an update; its values are not those of any step
 
     def begin(
         self,
@@ -178,17 +205,28 @@ class _Unit:
         self._guards.wear(self.sharded.gathered_from())
 
     def settle(self) -> None:
-        """Wait for this unit. From any thread."""
+        """Wait for this unit, and raise what its update raised, once. From any thread."""
         update = self._update
         if update is None:
             return
         try:
             self._result(update)
         except Exception as error:
-            raise RuntimeError(
+            self.failure = (
                 f"autohete: the update of {self.sharded.name} failed ({error}), so its values are "
                 "not those of any step; go on from a checkpoint"
-            ) from error
+            )
+            self._end(update)
+            raise RuntimeError(self.failure) from error
+        self._end(update)
+
+    def ready(self) -> None:
+        """Wait for this unit, and refuse it where an update of it failed."""
+        self.settle()
+        if self.failure is not None:
+            raise RuntimeError(self.failure)
+
+    def _end(self, update: Future[None]) -> None:
         with self._lock:
             if self._update is update:  # else another thread was faster, and the next may run
                 self._guards.take_off()

@@ -40,7 +40,13 @@ class Beside(Protocol):
         """Begin the updates of this step."""
 
     def synchronize(self) -> None:
-        """Wait until all that began are made."""
+        """Wait until all that began are made; raise what one of them, or an earlier one, raised."""
+
+    def wait(self) -> None:
+        """The same, but raise only what has not been raised before."""
+
+    def loaded(self) -> None:
+        """The state is a checkpoint's: what an update raised before is over."""
 
 
 class CPUOptimizer(Optimizer):
@@ -163,7 +169,8 @@ class CPUOptimizer(Optimizer):
         Raises:
             ValueError: it is of other parameters; nothing has been loaded.
         """
-        self._settle()
+        if self._beside is not None:
+            self._beside.wait()
         final: list[dict[str, Any]] = []
 
         def look(_: Optimizer, given: dict[str, Any]) -> None:  # behind the user's own hooks
@@ -176,6 +183,8 @@ class CPUOptimizer(Optimizer):
             super().load_state_dict(state_dict)
         finally:
             hook.remove()
+        if self._beside is not None:
+            self._beside.loaded()
         # torch has cast the state of half parameters down to their dtype; take it again.
         for name, param in self._places_in(final[0]):
             if name in final[0]["state"]:

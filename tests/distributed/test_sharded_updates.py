@@ -147,7 +147,16 @@ def on_two_ranks() -> list[dict[str, Any]]:
 
 
 def in_turn(rank: int, size: int) -> dict[str, Any]:
-    cases = (order_of_events, skipped, failing, refused_step, removed, refused, two_optimizers)
+    cases = (
+        order_of_events,
+        skipped,
+        failing,
+        gone_on,
+        refused_step,
+        removed,
+        refused,
+        two_optimizers,
+    )
     return {case.__name__: case(rank, size) for case in (*cases, partly_frozen_both)}
 
 
@@ -286,15 +295,7 @@ def failing(rank: int, size: int) -> list[str]:
     model = sharded(size)
     optimizer = ours(model.parameters())
     updates = ShardedUpdates(model, optimizer)
-    make, calls = optimizer._call, []
-
-    def call(workers: Any, values: Any) -> None:
-        calls.append(values)
-        if len(calls) == 2:
-            raise MemoryError("no room")
-        make(workers, values)
-
-    optimizer._call = call
+    fail_once(optimizer)
     model(*part(Setup(), 0, 0, rank)).backward()
     optimizer.step()
     model.head.weight.to_local()  # of another unit, which is well
@@ -309,6 +310,62 @@ def failing(rank: int, size: int) -> list[str]:
             touch()
         messages.append(str(error.value))
     return messages
+
+
+def gone_on(rank: int, size: int) -> list[Any]:
+    """Steps, one of them failing in an update, from a checkpoint again; and without a failure."""
+    return [gone_on_by(rank, size, first) for first in ("nothing fails", "read", "load", "remove")]
+
+
+def gone_on_by(rank: int, size: int, first: str) -> list[torch.Tensor]:
+    model, setup = sharded(size), Setup()
+    optimizer = ours(model.parameters())
+    updates = ShardedUpdates(model, optimizer)
+    model(*part(setup, 0, 0, rank)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    saved = [p.to_local().detach().clone() for p in model.parameters()]
+    state = copy.deepcopy(optimizer.state_dict())
+    if first != "nothing fails":
+        fail_once(optimizer)
+        model(*part(setup, 7, 0, rank)).backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=r"update of .* failed \(no room\)"):
+            {
+                "read": lambda: [p.to_local() for p in model.parameters()],
+                "load": lambda: optimizer.load_state_dict(state),
+                "remove": updates.remove,
+            }[first]()
+        if first == "remove":
+            updates.remove()
+            updates = ShardedUpdates(model, optimizer)
+        for p, value in zip(model.parameters(), saved, strict=True):
+            p.to_local().detach().copy_(value)
+        optimizer.load_state_dict(state)
+        optimizer.zero_grad()
+    model(*part(setup, 1, 0, rank)).backward()
+    optimizer.step()
+    updates.remove()
+    return [t.clone() for t in everything(model, optimizer)]
+
+
+def fail_once(optimizer: Any) -> None:
+    make, calls = optimizer._call, []
+
+    def call(workers: Any, values: Any) -> None:
+        calls.append(values)
+        if len(calls) == 2:
+            raise MemoryError("no room")
+        make(workers, values)
+
+    optimizer._call = call
+
+
+def test_after_a_failed_update_was_raised_training_goes_on_from_a_checkpoint(on_two_ranks: Any):
+    for expected, *others in (found["gone_on"] for found in on_two_ranks):
+        for found in others:
+            for a, b in zip(expected, found, strict=True):
+                assert torch.equal(a, b)
 
 
 def test_an_update_that_fails_raises_wherever_its_unit_is_touched(on_two_ranks: Any):
