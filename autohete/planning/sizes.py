@@ -17,8 +17,8 @@ def parse_bytes(size: int | float | str, name: str = "size") -> int:
     """Return a number of bytes from 40e9, "40GB" or "24GiB".
 
     Raises:
-        ValueError: unknown unit, not a number, not finite, negative, beyond 2**53, or a small fraction
-            without a unit.
+        ValueError: unknown unit, not a number, not finite, negative, beyond 2**53, or a small
+            fraction without a unit.
 
     >>> parse_bytes("24GiB"), parse_bytes("40 gb"), parse_bytes(40e9)
     (25769803776, 40000000000, 40000000000)
