@@ -211,6 +211,7 @@ class Engine {
   template <typename Predicate>
   void wait(Lock& lock, double EngineCounters::* cause, int unit, Predicate ready);
   bool take_slot(int unit);
+  BlockPtr take_former_slot(std::size_t bytes);
   void drop(Unit& unit);
   std::vector<CopySegment> upload_segments(const Unit& unit) const;
   void start_upload(int unit, std::uint64_t priority);
@@ -248,7 +249,8 @@ class Engine {
   std::condition_variable changed_;
   std::vector<Unit> units_;
   std::vector<Slot> slots_;
-  int num_leaving_ = 0;  // units whose gradients are on their way
+  std::vector<std::weak_ptr<Block>> former_slots_;  // of earlier plans
+  int num_leaving_ = 0;                             // units whose gradients are on their way
   EngineCounters counters_;
   std::exception_ptr error_;
   Direction direction_ = Direction::kForward;
