@@ -358,7 +358,7 @@ void Engine::synchronize() {
   if (in_forked_child()) return;
   Lock lock(mutex_);
   for (Unit& unit : units_) {
-    if (unit.state.parameters_final()) withdraw(lock, unit);
+    if (unit.state.parameters_final()) withdraw(lock, unit, /*ticking=*/true);
   }
   wait_ticking(lock, [&] {
     return std::all_of(units_.begin(), units_.end(), [](const Unit& unit) {
