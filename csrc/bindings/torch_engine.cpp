@@ -179,7 +179,7 @@ void TorchEngine::send(int index, bool final, bool at_step, bool averaged) {
   unit.land_held_back();
   if (unit.plan().gradients != Tier::kHost || !unit.has_unsent_gradients()) return;
   if (unit.gradients_leaving()) settle_leaving(index);
-  withdraw(index);
+  withdraw(index, /*ticking=*/!at_step);
   std::vector<CopySegment> segments = unit.collect_gradients(*handle_.store, at_step, averaged);
   if (!unit.gradients_leaving()) return;
   leaving_.push_back(index);

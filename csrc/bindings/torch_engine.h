@@ -148,7 +148,7 @@ class TorchEngine {
   };
   AheadWork offer(int unit);
   std::optional<at::Tensor> measured_norm(int unit, int index);
-  void withdraw(int unit);
+  void withdraw(int unit, bool ticking = true);
   bool commit_ahead(int unit, const std::vector<AdamSpan>& spans);
   std::string broken_promise(int unit, const char* how) const;
   void require_promise_kept() const;

@@ -78,14 +78,14 @@ AheadWork TorchEngine::offer(int index) {
   return work;
 }
 
-void TorchEngine::withdraw(int index) {
-  const Offer offer = std::exchange(offers_.at(index), {});
-  if (!offer.open) return;
+// An interrupt while it waits leaves the offer open: whoever comes next withdraws it.
+void TorchEngine::withdraw(int index, bool ticking) {
   bool started = false;
-  {
+  if (offers_.at(index).open) {
     NoGil no_gil;
-    started = engine_.withdraw(index);
+    started = engine_.withdraw(index, ticking);
   }
+  const Offer offer = std::exchange(offers_[index], {});
   if (started && offer.in_place && broken_promise_.empty()) {
     broken_promise_ = broken_promise(index, "parameters, state or gradients were used or changed");
   }
@@ -173,7 +173,7 @@ bool TorchEngine::commit_ahead(int index, const std::vector<AdamSpan>& spans) {
   {
     NoGil no_gil;
     kept = same && engine_.keep_ahead(index);
-    if (!kept) started = engine_.withdraw(index);
+    if (!kept) started = engine_.withdraw(index, /*ticking=*/false);
   }
   if (started && offer.in_place) {
     broken_promise_ = broken_promise(index, "gradients, learning rates or other numbers changed");

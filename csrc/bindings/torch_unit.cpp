@@ -26,11 +26,33 @@ DType to_dtype(at::ScalarType type) {
   }
 }
 
+bool is_known(const HomedTensor& home) {
+  const at::Tensor& tensor = home.tensor();
+  // Torch makes arrays and capsules of a parameter by another tensor, which is an alias.
+  return tensor.is_cpu() &&
+         (home.has_aliases() || (!tensor.requires_grad() && !is_alone_in_cpp(tensor, 1)));
+}
+
+namespace {
+
+// Before the tensor may be pointed elsewhere: what somebody knows by address stays mapped.
+void keep_or_forget(HomedTensor& home, bool moves) {
+  if (!home.defined()) return;
+  if (!is_known(home)) {
+    home.forget_kept();
+  } else if (moves) {
+    home.keep_memory();
+  }
+}
+
+}  // namespace
+
 TorchUnit::TorchUnit(std::string name, const std::vector<at::Tensor>& parameters,
                      const std::vector<at::Tensor>& masters, const std::vector<bool>& updated,
                      bool with_state, bool amsgrad, const UnitPlan& plan, Store& store,
                      c10::Device device, const CopyAndWait& copy, RankOf rank)
-    : name_(std::move(name)),
+    : store_(store),
+      name_(std::move(name)),
       device_(device),
       amsgrad_(amsgrad),
       own_gradients_(rank.own_gradients) {
@@ -108,6 +130,9 @@ void TorchUnit::allocate(const UnitPlan& plan, Store& store) {
       block = store.allocate_host(bytes, concat(what, " of unit ", name_));
     }
   };
+  if (params_host_) former_params_host_ = params_host_;
+  if (params_device_) former_params_device_ = params_device_;
+  if (!params_host_) params_host_ = former_params_host_.lock();
   host(params_host_, plan.parameters == Tier::kHost || host_state,
        std::max(param_bytes_, kBlockAlignment), "parameters");
   const bool had_gradients = gradients_host_ != nullptr;
@@ -115,15 +140,22 @@ void TorchUnit::allocate(const UnitPlan& plan, Store& store) {
   if (own_gradients_ && gradients_host_ && !had_gradients) mark_other_gradients();
   if (plan.parameters == Tier::kHost) {
     params_device_.reset();
-  } else if (!params_device_) {
+  } else if (!params_device_ && !(params_device_ = former_params_device_.lock())) {
     params_device_ = store.allocate_device(std::max(param_bytes_, kBlockAlignment),
                                            concat("parameters of unit ", name_));
   }
   const Tier wanted = plan.optimizer_state;
   if (state_bytes_ == 0 || (state_ && state_->tier() == wanted)) return;
   const std::string what = concat("optimizer state of unit ", name_);
-  state_ = wanted == Tier::kHost ? store.allocate_host(state_bytes_, what)
-                                 : store.allocate_device(state_bytes_, what);
+  const bool to_host = wanted == Tier::kHost;
+  BlockPtr state = (to_host ? former_state_host_ : former_state_device_).lock();
+  if (!state) {
+    state = to_host ? store.allocate_host(state_bytes_, what)
+                    : store.allocate_device(state_bytes_, what);
+  }
+  if (state_ && !std::exchange(state_is_shared_, false))
+    (to_host ? former_state_device_ : former_state_host_) = state_;
+  state_ = std::move(state);
 }
 
 // What other ranks have of the gradients is never copied here.
@@ -167,10 +199,17 @@ void TorchUnit::rehome(const UnitPlan& plan, Store& store, const CopyAndWait& co
     throw;
   }
   plan_ = plan;
+  for (TorchParameter& parameter : parameters_)
+    keep_or_forget(parameter.value, newest_block() != old_params);
   if (newest_block() != old_params) copy(newest_block(), old_params);
   if (params_host_ && params_host_ != old_params && params_host_ != newest_block())
     copy(params_host_, old_params);
   point_parameters(newest_block());
+  for (TorchParameter& parameter : parameters_) {
+    for (HomedTensor* array :
+         {&parameter.exp_avg, &parameter.exp_avg_sq, &parameter.max_exp_avg_sq, &parameter.master})
+      keep_or_forget(*array, state_ != old_state);
+  }
   if (state_ == old_state) return;
   copy(state_, old_state);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
@@ -179,13 +218,15 @@ void TorchUnit::rehome(const UnitPlan& plan, Store& store, const CopyAndWait& co
                                &parameter.master}) {
       if (!array->defined()) continue;
       if (device_.is_cpu()) {
-        array->point_at(state_);
+        array->is_apart() ? array->join(state_) : array->point_at(state_);
       } else {  // the tensor changes its device type: a new tensor, published again by make_state
         const int index = array == &parameter.exp_avg      ? kExpAvg
                           : array == &parameter.exp_avg_sq ? kExpAvgSq
                           : array == &parameter.master     ? kMaster
                                                            : kMaxExpAvgSq;
+        const at::Tensor apart = array->is_apart() ? array->tensor() : at::Tensor();
         *array = state_array(i, index);
+        if (apart.defined()) array->tensor().copy_(apart);
       }
     }
   }
@@ -203,8 +244,10 @@ void TorchUnit::leave(c10::Device device) {
   apply_gradient_factors();
   drop_spare();
   const auto move = [&](HomedTensor& home, const BlockPtr& block, std::size_t num_owners) {
-    if (home.defined() && !home.replaced() && !stays(home, device, num_owners))
+    if (home.defined() && !home.replaced() && !stays(home, device, num_owners)) {
+      if (!is_known(home)) home.forget_kept();
       home.leave(block, device);
+    }
     home = HomedTensor();
   };
   for (TorchParameter& parameter : parameters_) {
@@ -274,8 +317,7 @@ void TorchUnit::lay_out_like_parameter(std::size_t i) {
     HomedTensor& array = *arrays[index];
     if (!array.defined() || array.tensor().strides() == value.strides()) continue;
     const at::Tensor old = array.tensor().clone();
-    if (!array.replaced()) array.let_go(state_->tier());
-    array = state_array(i, index);
+    array = state_array(i, index, part_from(array));
     array.tensor().copy_(old);
     if (relaid_.empty() || relaid_.back() != i) relaid_.push_back(i);
   }
@@ -287,9 +329,11 @@ void TorchUnit::take_edits(const CopyAndWait& copy) {
 
 bool TorchUnit::has_aliases() const {
   return std::any_of(parameters_.begin(), parameters_.end(), [](const TorchParameter& parameter) {
-    return parameter.value.has_aliases() || parameter.exp_avg.has_aliases() ||
-           parameter.exp_avg_sq.has_aliases() || parameter.max_exp_avg_sq.has_aliases() ||
-           parameter.master.has_aliases();
+    const auto fixed = [](const HomedTensor& home) {
+      return home.has_aliases() || home.is_apart();
+    };
+    return fixed(parameter.value) || fixed(parameter.exp_avg) || fixed(parameter.exp_avg_sq) ||
+           fixed(parameter.max_exp_avg_sq) || fixed(parameter.master);
   });
 }
 

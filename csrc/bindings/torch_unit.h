@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -175,7 +176,7 @@ class TorchUnit {
   // The same over the present state, for a caller who was promised that the step will come.
   std::vector<AdamSpan> spans_ahead_in_place(const std::vector<AdamHyper>& hypers);
   // Somebody holds memory of the unit's parameters or state by other means than the tensors we
-  // know, so the blocks must not change places.
+  // know, or some of the state is not in its block, so the blocks must not change places.
   bool has_aliases() const;
   // Notes the present gradients as those that work ahead of step() reads. Returns whether somebody
   // holds the memory of one by other means than the tensor: it may change and be let go of unseen.
@@ -213,7 +214,8 @@ class TorchUnit {
   bool changed_on_host(const TorchParameter& parameter, const at::Tensor& gradient) const;
   std::size_t state_offset(std::size_t i, int index) const;
   c10::Device state_device() const;
-  HomedTensor state_array(std::size_t i, int index) const;
+  HomedTensor state_array(std::size_t i, int index, const BlockPtr& apart = nullptr) const;
+  BlockPtr part_from(HomedTensor& old);
   AdamSpan span_at_home(TorchParameter& parameter, const std::vector<AdamHyper>& hypers);
   void lay_out_like_parameter(std::size_t i);
   void cut(TorchParameter& parameter, RankOf rank);
@@ -223,6 +225,7 @@ class TorchUnit {
   CopySegment gradient_segment(const TorchParameter& parameter, const at::Tensor& gradient,
                                bool own_rows) const;
 
+  Store& store_;
   std::string name_;
   c10::Device device_;
   bool amsgrad_;
@@ -233,6 +236,11 @@ class TorchUnit {
   std::size_t param_bytes_ = 0, gradient_bytes_ = 0, state_bytes_ = 0;
   BlockPtr params_host_, params_device_, gradients_host_, state_;
   BlockPtr spare_params_, spare_state_;
+  // The blocks of earlier plans, while somebody who knows them by address keeps them: another plan
+  // that wants such a block takes the same again.
+  std::weak_ptr<Block> former_params_host_, former_params_device_;
+  std::weak_ptr<Block> former_state_host_, former_state_device_;
+  bool state_is_shared_ = false;  // a tensor that was replaced in optimizer.state has a place in it
   bool leaving_ = false;
   std::vector<std::size_t> relaid_;
 };

@@ -22,8 +22,8 @@ c10::Device TorchUnit::state_device() const {
   return state_->tier() == Tier::kHost ? c10::Device(c10::kCPU) : device_;
 }
 
-// A tensor over array `index` of parameter i's state.
-HomedTensor TorchUnit::state_array(std::size_t i, int index) const {
+// A tensor over array `index` of parameter i's state, or `apart`.
+HomedTensor TorchUnit::state_array(std::size_t i, int index, const BlockPtr& apart) const {
   const std::size_t offset = state_offset(i, index);
   const c10::Device device = state_device();
   const at::Tensor& value = parameters_[i].value.tensor();
@@ -34,36 +34,49 @@ HomedTensor TorchUnit::state_array(std::size_t i, int index) const {
   {
     c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, device),
                          c10::GetAllocator(device.type()), /*resizable=*/true);
-    point_storage(*storage.unsafeGetStorageImpl(), state_, offset, device);
+    point_storage(*storage.unsafeGetStorageImpl(), apart ? apart : state_, apart ? 0 : offset,
+                  device);
     array.set_(storage, 0, parameters_[i].state_sizes(), value.strides());
   }
-  HomedTensor homed(array, offset);
+  HomedTensor homed(array, offset, apart);
   homed.move_into(state_, device);  // already there: takes note of the storage
   return homed;
+}
+
+// The tensor is not the state's any more. Whoever holds it keeps its values: it gets memory of its
+// own. Where somebody may know its memory by address it stays in the block instead, and the array
+// that comes gets the memory that this returns.
+BlockPtr TorchUnit::part_from(HomedTensor& old) {
+  if (!old.defined() || old.replaced()) return nullptr;
+  if (!old.is_apart() && !is_known(old)) {
+    old.let_go(state_->tier());
+    return nullptr;
+  }
+  state_is_shared_ = true;
+  const std::string what =
+      concat("optimizer state of unit ", name_, ", beside some that was kept,");
+  const std::size_t bytes = std::max(align_up(old.bytes()), kBlockAlignment);
+  return state_->tier() == Tier::kHost ? store_.allocate_host(bytes, what)
+                                       : store_.allocate_device(bytes, what);
 }
 
 void TorchUnit::forget_state(std::size_t i) {
   TorchParameter& parameter = parameters_.at(i);
   parameter.step = at::Tensor();
   if (!parameter.master.defined()) return;
-  if (!parameter.master.replaced()) parameter.master.let_go(state_->tier());
-  parameter.master = state_array(i, kMaster);
+  parameter.master = state_array(i, kMaster, part_from(parameter.master));
   parameter.master.tensor().copy_(parameter.part_of(parameter.value.tensor().detach()));
 }
 
 void TorchUnit::make_state(std::size_t i) {
   TorchParameter& parameter = parameters_.at(i);
-  for (HomedTensor* old : {&parameter.exp_avg, &parameter.exp_avg_sq, &parameter.max_exp_avg_sq}) {
-    if (old->defined() && !old->replaced()) old->let_go(state_->tier());
-  }
-  parameter.exp_avg = state_array(i, kExpAvg);
-  parameter.exp_avg_sq = state_array(i, kExpAvgSq);
-  parameter.exp_avg.tensor().zero_();
-  parameter.exp_avg_sq.tensor().zero_();
-  if (amsgrad_) {
-    parameter.max_exp_avg_sq = state_array(i, kMaxExpAvgSq);
-    parameter.max_exp_avg_sq.tensor().zero_();
-  }
+  const auto make = [&](HomedTensor& array, int index) {
+    array = state_array(i, index, part_from(array));
+    array.tensor().zero_();
+  };
+  make(parameter.exp_avg, kExpAvg);
+  make(parameter.exp_avg_sq, kExpAvgSq);
+  if (amsgrad_) make(parameter.max_exp_avg_sq, kMaxExpAvgSq);
   parameter.step = at::zeros({}, at::kFloat);
 }
 
@@ -76,16 +89,16 @@ void TorchUnit::adopt_state(std::size_t i, at::Tensor step, at::Tensor exp_avg,
                                   ? given
                                   : parameter.part_of(given);
     if (home.defined() && tensor.is_same(home.tensor()) && !home.replaced()) return;
-    if (home.defined() && !home.replaced()) home.let_go(state_->tier());
+    const BlockPtr apart = part_from(home);
     const bool as_ours = tensor.scalar_type() == at::kFloat && tensor.device() == state_device() &&
                          tensor.strides() == parameter.value.tensor().strides() &&
                          owns_its_storage(tensor) && !stands_in_a_block(tensor.storage());
     if (as_ours) {  // the user's tensor itself, as plain PyTorch does
-      home = HomedTensor(tensor, state_offset(i, index));
+      home = HomedTensor(tensor, state_offset(i, index), apart);
       home.move_into(state_, state_device());
       return;
     }
-    HomedTensor fresh = state_array(i, index);
+    HomedTensor fresh = state_array(i, index, apart);
     fresh.tensor().copy_(tensor.detach());
     home = std::move(fresh);
   };
@@ -156,7 +169,8 @@ bool TorchUnit::reserve_spare(Store& store) {
     if (store.pins_host_memory() == pinned) return true;
   } catch (const std::exception&) {  // OutOfMemory: go without
   }
-  drop_spare();  // also where pinning was refused: the device may not be able to read it
+  spare_params_.reset();  // also where pinning was refused: the device may not be able to read it
+  spare_state_.reset();
   return false;
 }
 
@@ -165,7 +179,14 @@ std::size_t TorchUnit::bytes_of_spare() const {
   return wanted ? params_host_->bytes() + state_bytes_ : 0;
 }
 
+// A DLPack capsule of a state's tensor may have been made when that stood in these.
 void TorchUnit::drop_spare() {
+  for (TorchParameter& parameter : parameters_) {
+    if (!spare_state_) break;
+    for (HomedTensor* array :
+         {&parameter.exp_avg, &parameter.exp_avg_sq, &parameter.max_exp_avg_sq, &parameter.master})
+      if (array->defined() && is_known(*array)) array->keep_memory(spare_state_);
+  }
   spare_params_.reset();
   spare_state_.reset();
 }

@@ -18,6 +18,10 @@ DType to_dtype(at::ScalarType type);
 // another parameter's (p.grad = q.grad): its bytes may be overwritten there before they are read.
 at::Tensor exclusive_gradient(const at::Tensor& parameter, const at::Tensor& gradient);
 
+// Somebody may know the present memory of a parameter or of state by address, and is still there.
+// (A NumPy array of the tensor itself counts for ever: nothing tells its end.)
+bool is_known(const HomedTensor& home);
+
 // Somebody may know the memory of the gradient that has landed by other means than the tensor.
 bool is_landed_held(const TorchParameter& parameter);
 

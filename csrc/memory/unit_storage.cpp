@@ -5,8 +5,11 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <utility>
+#include <vector>
 
 #include "csrc/base/check.h"
 
@@ -14,8 +17,34 @@ namespace autohete {
 
 namespace {
 
-// The context of a DataPtr: one reference to the block.
-void drop_reference(void* context) { delete static_cast<BlockPtr*>(context); }
+// The context of a DataPtr.
+struct Held {
+  BlockPtr block;                                 // where the bytes are; null: in what is kept
+  std::vector<std::shared_ptr<const void>> kept;  // that somebody knows by address
+};
+
+void drop_held(void* context) { delete static_cast<Held*>(context); }
+
+Held* held_by(const c10::StorageImpl& storage) {
+  const c10::DataPtr& memory = storage.data_ptr();
+  return memory.get_deleter() == &drop_held ? static_cast<Held*>(memory.get_context()) : nullptr;
+}
+
+c10::DataPtr data_of(const BlockPtr& block, std::size_t offset, c10::Device device,
+                     std::vector<std::shared_ptr<const void>> kept = {}) {
+  auto held = std::make_unique<Held>(Held{block, std::move(kept)});
+  return {block->data() + offset, held.release(), &drop_held, device};
+}
+
+// Torch's own memory becomes part of what the storage keeps.
+void keep_torchs(c10::StorageImpl& storage, std::vector<std::shared_ptr<const void>> kept) {
+  const c10::Device device = storage.device();
+  auto memory = std::make_shared<c10::DataPtr>(storage.set_data_ptr(c10::DataPtr(nullptr, device)));
+  void* const data = memory->get();
+  kept.push_back(std::move(memory));
+  auto held = std::make_unique<Held>(Held{nullptr, std::move(kept)});
+  storage.set_data_ptr_noswap(c10::DataPtr(data, held.release(), &drop_held, device));
+}
 
 // A tensor shaped like `model` over `memory`: a header only.
 at::Tensor header_over(c10::DataPtr memory, const at::Tensor& model) {
@@ -37,9 +66,29 @@ c10::Device true_device(Tier tier, c10::Device tensor_device) {
 
 void point_storage(c10::StorageImpl& storage, const BlockPtr& block, std::size_t offset,
                    c10::Device device) {
-  auto reference = std::make_unique<BlockPtr>(block);
-  storage.set_data_ptr_noswap(
-      c10::DataPtr(block->data() + offset, reference.release(), &drop_reference, device));
+  Held* const old = held_by(storage);
+  std::vector<std::shared_ptr<const void>> kept;
+  if (old) kept = std::move(old->kept);
+  storage.set_data_ptr_noswap(data_of(block, offset, device, std::move(kept)));
+}
+
+void keep_memory(c10::StorageImpl& storage) {
+  if (Held* const held = held_by(storage)) {
+    if (held->block) keep_memory(storage, held->block);
+  } else {
+    keep_torchs(storage, {});
+  }
+}
+
+void keep_memory(c10::StorageImpl& storage, const BlockPtr& block) {
+  if (!held_by(storage)) keep_torchs(storage, {});
+  auto& kept = held_by(storage)->kept;
+  if (std::find(kept.begin(), kept.end(), block) == kept.end()) kept.push_back(block);
+}
+
+void forget_kept(c10::StorageImpl& storage) {
+  Held* const held = held_by(storage);
+  if (held && held->block) held->kept.clear();
 }
 
 void copy_out(c10::StorageImpl& storage, Tier tier) {
@@ -51,14 +100,15 @@ void copy_out(c10::StorageImpl& storage, Tier tier) {
     const c10::Device source = true_device(tier, device);
     memory.copy_(header_over(c10::DataPtr(storage.mutable_data(), source), memory));
   }
+  std::vector<std::shared_ptr<const void>> kept;
+  if (Held* const held = held_by(storage)) kept = std::move(held->kept);
   // The memory comes with what frees it; `memory` is left without.
   storage.set_data_ptr_noswap(memory.storage().set_data_ptr(c10::DataPtr(nullptr, device)));
+  if (!kept.empty()) keep_torchs(storage, std::move(kept));
 }
 
 at::Tensor tensor_over(const BlockPtr& block, std::size_t offset, const at::Tensor& model) {
-  auto reference = std::make_unique<BlockPtr>(block);
-  return header_over(
-      c10::DataPtr(block->data() + offset, reference.release(), &drop_reference, c10::kCPU), model);
+  return header_over(data_of(block, offset, c10::kCPU), model);
 }
 
 bool owns_its_storage(const at::Tensor& tensor) {
@@ -67,18 +117,24 @@ bool owns_its_storage(const at::Tensor& tensor) {
 }
 
 bool stands_in_a_block(const c10::Storage& storage) {
-  return storage.data_ptr().get_deleter() == &drop_reference;
+  const Held* const held = held_by(*storage.unsafeGetStorageImpl());
+  return held && held->block;
 }
 
-HomedTensor::HomedTensor(at::Tensor tensor, std::size_t offset)
-    : tensor_(std::move(tensor)), offset_(offset), bytes_(tensor_.nbytes()) {}
+HomedTensor::HomedTensor(at::Tensor tensor, std::size_t offset, BlockPtr apart)
+    : tensor_(std::move(tensor)),
+      offset_(offset),
+      bytes_(tensor_.nbytes()),
+      apart_(std::move(apart)) {}
 
 void HomedTensor::move_into(const BlockPtr& block, c10::Device device) {
   bytes_ = tensor_.nbytes();
-  AH_ASSERT(offset_ + bytes_ <= block->bytes());
-  std::byte* home = block->data() + offset_;
+  const auto [place, offset] = this->home(block);
+  AH_ASSERT(offset + bytes_ <= place->bytes());
+  std::byte* home = place->data() + offset;
   const bool keeps_storage = tensor_.device() == device && owns_its_storage(tensor_);
   if (storage_ && storage_.unsafeGetStorageImpl() != tensor_.storage().unsafeGetStorageImpl()) {
+    keep_memory();  // others may know it by address
     let_go(block->tier());
     if (!keeps_storage && tensor_.storage().use_count() > 1) {
       TORCH_WARN_ONCE(
@@ -98,11 +154,28 @@ void HomedTensor::move_into(const BlockPtr& block, c10::Device device) {
   storage_ = tensor_.storage();
   owners_ = storage_.use_count();
   was_resizable_ = !has_array(tensor_);
-  point_storage(*storage_.unsafeGetStorageImpl(), block, offset_, device);
+  // Torch's own memory that an array stands on: of the tensor itself, or of one beside it. (An
+  // array that memory was made of holds itself.)
+  const bool known = !was_resizable_ && storage_.allocator() != nullptr &&
+                     (owners_ > 2 || !tensor_.requires_grad());
+  came_known_ = known && !stands_in_a_block(storage_);
+  if (came_known_) keep_memory();
+  point_storage(*storage_.unsafeGetStorageImpl(), place, offset, device);
 }
 
 void HomedTensor::point_at(const BlockPtr& block) {
-  if (storage_.data() == block->data() + offset_) return;
+  if (apart_ || storage_.data() == block->data() + offset_) return;
+  if (storage_.use_count() > owners_ && !storage_.unsafeGetStorageImpl()->resizable())
+    keep_memory();
+  point_storage(*storage_.unsafeGetStorageImpl(), block, offset_, storage_.device());
+}
+
+void HomedTensor::join(const BlockPtr& block) {
+  std::byte* const home = block->data() + offset_;
+  if (bytes_ > 0)
+    header_over(c10::DataPtr(home, true_device(block->tier(), tensor_.device())), tensor_)
+        .copy_(tensor_.detach());
+  apart_.reset();
   point_storage(*storage_.unsafeGetStorageImpl(), block, offset_, storage_.device());
 }
 
@@ -123,7 +196,8 @@ void HomedTensor::leave(const BlockPtr& block, c10::Device device) {
   const c10::Device source = true_device(block->tier(), tensor_.device());
   const at::Tensor away = at::empty_strided(tensor_.sizes(), tensor_.strides(),
                                             tensor_.options().device(device).requires_grad(false));
-  if (bytes_ > 0) away.copy_(header_over(c10::DataPtr(block->data() + offset_, source), away));
+  const auto [place, offset] = home(block);
+  if (bytes_ > 0) away.copy_(header_over(c10::DataPtr(place->data() + offset, source), away));
   tensor_.set_data(away);
 }
 

@@ -9,6 +9,7 @@
 #include <thread>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "csrc/runtime/engine_wait.h"
 
@@ -37,6 +38,7 @@ void Engine::configure(std::vector<UnitBlocks> units, EngineOptions options) {
   require(options.window >= 1, "Engine: window is ", options.window, ", expected at least 1");
   synchronize();
   options_ = options;
+  for (const Slot& slot : slots_) former_slots_.push_back(slot.block);
   slots_.clear();
   units_.clear();
   num_leaving_ = 0;
@@ -56,9 +58,11 @@ void Engine::configure(std::vector<UnitBlocks> units, EngineOptions options) {
   std::sort(sizes.begin(), sizes.end(), std::greater<>());
   sizes.resize(std::min(sizes.size(), static_cast<std::size_t>(options.window)));
   for (const std::size_t bytes : sizes) {
-    BlockPtr block = store_.allocate_device(bytes, "a parameter slot");
+    BlockPtr block = take_former_slot(bytes);
+    if (!block) block = store_.allocate_device(bytes, "a parameter slot");
     slots_.push_back(Slot{std::move(block), -1, device_.record(kComputeStream)});
   }
+  std::erase_if(former_slots_, [](const auto& slot) { return slot.expired(); });
   if (!upload_lane_ || options.chunk_bytes != chunk_bytes_) {
     upload_lane_ = std::make_unique<TransferLane>(device_, CopyDirection::kHostToDevice,
                                                   options.chunk_bytes, &timeline_);
@@ -69,6 +73,18 @@ void Engine::configure(std::vector<UnitBlocks> units, EngineOptions options) {
   if (!update_lane_) update_lane_ = std::make_unique<UpdateLane>();
   position_ = -1;
   direction_ = Direction::kForward;
+}
+
+// One of an earlier plan that is there still, since somebody knows it by address and keeps it: of
+// those too there are no more than the plans' slots, however often plans change.
+BlockPtr Engine::take_former_slot(std::size_t bytes) {
+  for (std::weak_ptr<Block>& former : former_slots_) {
+    BlockPtr block = former.lock();
+    if (!block || block->bytes() != bytes) continue;
+    former.reset();
+    return block;
+  }
+  return nullptr;
 }
 
 void Engine::refuse_training_in_child() const {
@@ -342,7 +358,7 @@ void Engine::synchronize() {
   if (in_forked_child()) return;
   Lock lock(mutex_);
   for (Unit& unit : units_) {
-    if (unit.state.parameters_final()) withdraw(lock, unit);
+    if (unit.state.parameters_final()) withdraw(lock, unit, /*ticking=*/true);
   }
   wait_ticking(lock, [&] {
     return std::all_of(units_.begin(), units_.end(), [](const Unit& unit) {

@@ -127,8 +127,9 @@ class Engine {
   // Waits for the last send's `measure`. False where there is none any more.
   bool wait_measured(int unit);
   // Forgets the unit's work ahead; waits for what is running.
-  // Returns whether an update had started: what it wrote is void.
-  bool withdraw(int unit);
+  // Returns whether an update had started: what it wrote is void. Where the wait tick throws,
+  // nothing was forgotten; `ticking`: false where that would leave a step half done.
+  bool withdraw(int unit, bool ticking = true);
   // Waits until no work ahead reads the unit's gradients; withdraws what has not started.
   void rest_ahead(int unit);
   // For commit(): true when the unit's `ahead.update` has run or is running; otherwise withdraws.
@@ -207,10 +208,13 @@ class Engine {
   BlockPtr newest_block(const Unit& unit) const;
   BlockPtr device_block(const Unit& unit) const;
   template <typename Predicate>
+  void tick_until(Lock& lock, Predicate ready);
+  template <typename Predicate>
   void wait_ticking(Lock& lock, Predicate ready);
   template <typename Predicate>
   void wait(Lock& lock, double EngineCounters::* cause, int unit, Predicate ready);
   bool take_slot(int unit);
+  BlockPtr take_former_slot(std::size_t bytes);
   void drop(Unit& unit);
   std::vector<CopySegment> upload_segments(const Unit& unit) const;
   void start_upload(int unit, std::uint64_t priority);
@@ -231,7 +235,7 @@ class Engine {
   void end_part(Turn& turn);
   void record(const Turn& turn);
   void advance(Unit& unit, UnitEvent event);  // the table's, and what is counted of it
-  bool withdraw(Lock& lock, Unit& unit);
+  bool withdraw(Lock& lock, Unit& unit, bool ticking);
   std::uint64_t rank(std::uint64_t priority) const {
     return options_.priority_order ? priority : 0;
   }
@@ -248,7 +252,8 @@ class Engine {
   std::condition_variable changed_;
   std::vector<Unit> units_;
   std::vector<Slot> slots_;
-  int num_leaving_ = 0;  // units whose gradients are on their way
+  std::vector<std::weak_ptr<Block>> former_slots_;  // of earlier plans
+  int num_leaving_ = 0;                             // units whose gradients are on their way
   EngineCounters counters_;
   std::exception_ptr error_;
   Direction direction_ = Direction::kForward;

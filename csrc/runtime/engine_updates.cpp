@@ -18,7 +18,7 @@ void Engine::send_gradients(int index, std::vector<CopySegment> segments, AheadW
   wait(lock, &EngineCounters::wait_update_seconds, index,
        [&] { return unit.state.parameters_final(); });
   rethrow(lock);
-  withdraw(lock, unit);
+  withdraw(lock, unit, /*ticking=*/false);
   unit.measure.offer(std::move(ahead.measure));
   unit.ahead.offer(std::move(ahead.update));
   unit.num_parameters = ahead.num_parameters;
@@ -113,18 +113,19 @@ bool Engine::wait_measured(int index) {
   return task.stage() == AheadTask::Stage::kDone;
 }
 
-bool Engine::withdraw(int index) {
+bool Engine::withdraw(int index, bool ticking) {
   if (in_forked_child()) return false;
   Lock lock(mutex_);
-  return withdraw(lock, units_.at(index));
+  return withdraw(lock, units_.at(index), ticking);
 }
 
 // With mutex_ held; lets it go while it waits.
-bool Engine::withdraw(Lock& lock, Unit& unit) {
-  changed_.wait(lock, [&] {
+bool Engine::withdraw(Lock& lock, Unit& unit, bool ticking) {
+  const auto at_rest = [&] {
     return unit.measure.stage() != AheadTask::Stage::kRunning &&
            unit.ahead.stage() != AheadTask::Stage::kRunning;
-  });
+  };
+  ticking ? tick_until(lock, at_rest) : changed_.wait(lock, at_rest);
   const bool started = unit.ahead.started();
   if (started) ++counters_.withdrawn;
   unit.measure.withdraw();
@@ -138,7 +139,7 @@ void Engine::rest_ahead(int index) {
   Unit& unit = units_.at(index);
   for (AheadTask* task : {&unit.measure, &unit.ahead}) {
     if (!task->started()) task->withdraw();
-    changed_.wait(lock, [&] { return task->stage() != AheadTask::Stage::kRunning; });
+    tick_until(lock, [&] { return task->stage() != AheadTask::Stage::kRunning; });
   }
 }
 
@@ -147,7 +148,7 @@ bool Engine::keep_ahead(int index) {
   Lock lock(mutex_);
   Unit& unit = units_.at(index);
   if (unit.ahead.started()) return true;
-  withdraw(lock, unit);
+  withdraw(lock, unit, /*ticking=*/false);
   return false;
 }
 
@@ -170,7 +171,7 @@ void Engine::commit(int index, std::function<void()> update, std::size_t num_par
   Lock lock(mutex_);
   ready_to_commit(lock, index);
   Unit& unit = units_[index];
-  withdraw(lock, unit);
+  withdraw(lock, unit, /*ticking=*/false);
   unit.update = std::move(update);
   unit.update_always = true;
   unit.num_parameters = num_parameters;

@@ -7,16 +7,22 @@
 
 namespace autohete {
 
-// Until ready, or a lane failed.
+// Until ready, also when a lane failed: a task that runs reads and writes until it has ended.
 template <typename Predicate>
-void Engine::wait_ticking(Lock& lock, Predicate ready) {
+void Engine::tick_until(Lock& lock, Predicate ready) {
   constexpr std::chrono::milliseconds kTick(100);
-  while (!changed_.wait_for(lock, kTick, [&] { return ready() || error_; })) {
+  while (!changed_.wait_for(lock, kTick, ready)) {
     if (!wait_tick_) continue;
     lock.unlock();
     wait_tick_();  // a throw leaves with the lock open, which its destructor knows
     lock.lock();
   }
+}
+
+// Until ready, or a lane failed.
+template <typename Predicate>
+void Engine::wait_ticking(Lock& lock, Predicate ready) {
+  tick_until(lock, [&] { return ready() || error_; });
 }
 
 template <typename Predicate>

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from models import batch, make_gpt
-from oracle import assert_bit_equal, forced_plan, train
+from oracle import adamw, assert_bit_equal, forced_plan, plain_loop, train
 from torch import Tensor, nn
+
+from autohete import AutoHeteWrapper
 
 SMALL = partial(make_gpt, layers=2)
 
@@ -218,3 +225,137 @@ def test_a_mode_sees_the_newest_values_when_somebody_asks_for_a_gradient():
         return loss.item()
 
     same(loop)
+
+
+# ------------------------------------------------------- plans that change, state that is replaced
+
+TAKEN: dict[str, Callable[[Tensor], Any]] = {
+    **KEPT,
+    "data": lambda t: t.data,
+    "an array of data": lambda t: t.data.numpy(),
+}
+
+
+def tensors_of(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    moments = [optimizer.state[p][k] for p in model.parameters() for k in ("exp_avg", "exp_avg_sq")]
+    return [*model.parameters(), *moments]
+
+
+def taken_through_plans(handle: str) -> None:
+    """Train under one plan after the other; read at every step what was taken before."""
+    model = SMALL()
+    optimizer = adamw(model)
+    held = [p.detach().numpy() for p in model.parameters()]
+    before = [h.copy() for h in held]
+    plan = forced_plan(model, "all")
+    keywords: dict[str, Any] = {"gpu_mem": "64MiB", "cpu_mem": "64MiB", "profile_path": None}
+    trained = AutoHeteWrapper(model, optimizer, plan=plan, **keywords).to("cpu")
+    assert all(np.array_equal(a, b) for a, b in zip(held, before, strict=True))
+    sizes = []
+    for step in range(12):
+        plain_loop(trained, optimizer, step)
+        trained.synchronize()
+        if step < 4:
+            held += [TAKEN[handle](t) for t in tensors_of(model, optimizer)]
+        if step % 4 == 3:
+            sizes.append(machine_bytes(trained))
+        kind = ("device", "state", "device", "all")[step % 4]
+        trained.run.plans._apply(forced_plan(model, kind))
+        assert all(np.isfinite(torch.as_tensor(h).sum().item()) for h in held)
+    assert sizes[1] == sizes[2], "memory that is known is kept once, however often plans change"
+    trained.unwrap()
+    plain_loop(model, optimizer, 12)
+    assert all(np.isfinite(torch.as_tensor(h).sum().item()) for h in held)
+
+
+def machine_bytes(trained: Any) -> int:
+    machine = trained.run.side.machine
+    return int(machine.host_used() + machine.device_used())
+
+
+@pytest.mark.parametrize("handle", TAKEN)
+def test_what_was_taken_before_the_plan_changes_can_be_read_ever_after(handle):
+    """In a process of its own: what is not mapped any more ends it."""
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    body = f"import test_kept_memory as t; t.taken_through_plans({handle!r}); print('read')"
+    done = subprocess.run(
+        [sys.executable, "-c", body], capture_output=True, text=True, timeout=100,
+        env={**os.environ, "PYTHONPATH": path}, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "read\n"), done.stderr
+
+
+def test_memory_that_nobody_knows_any_more_is_given_back_when_the_plan_changes():
+    sizes = []
+    for taken in (False, True):
+        model = SMALL()
+        optimizer = adamw(model)
+        keywords: dict[str, Any] = {"gpu_mem": "64MiB", "cpu_mem": "64MiB", "profile_path": None}
+        plan = forced_plan(model, "all")
+        trained = AutoHeteWrapper(model, optimizer, plan=plan, **keywords).to("cpu")
+        plain_loop(trained, optimizer, 0)
+        trained.synchronize()
+        held = [p.detach().numpy() for p in model.parameters()] if taken else []
+        trained.run.plans._apply(forced_plan(model, "device"))
+        with_it = machine_bytes(trained)
+        held.clear()
+        trained.run.plans._apply(forced_plan(model, "all"))
+        trained.run.plans._apply(forced_plan(model, "device"))
+        sizes.append((with_it, machine_bytes(trained)))
+        trained.unwrap()
+    assert sizes[0][0] < sizes[1][0]
+    assert sizes[0][1] == sizes[1][1]
+
+
+REPLACED: dict[str, Callable[[Any], Any]] = {
+    "other tensors": lambda o: [
+        s.update({k: s[k] * 0.5 for k in ("exp_avg", "exp_avg_sq")}) for s in o.state.values()
+    ],
+    "load_state_dict": lambda o: o.load_state_dict(copy.deepcopy(o.state_dict())),
+    "cleared": lambda o: o.state.clear(),
+}
+
+
+@pytest.mark.parametrize("kind", ["all", "state", "device"])
+@pytest.mark.parametrize("handle", ["its own array", "DLPack", "an array"])
+@pytest.mark.parametrize("how", REPLACED)
+def test_an_array_of_a_moment_that_is_replaced_keeps_its_values(how, handle, kind):
+    def loop(model, optimizer, step, kept):
+        loss = model(*batch(step))
+        loss.backward()
+        optimizer.step()
+        if step in (1, 3):
+            for p in model.parameters():
+                state = optimizer.state[p]
+                see(kept, (state["exp_avg"], state["exp_avg_sq"]))  # waits
+                held = [KEPT[handle](state[k]) for k in ("exp_avg", "exp_avg_sq")]
+                kept.setdefault("arrays", []).extend(held)
+            held = state = None
+            REPLACED[how](optimizer)
+        see(kept, kept.get("arrays", []))
+        optimizer.zero_grad()
+        return loss.item()
+
+    def then(model, kept):
+        see(kept, kept["arrays"])
+
+    same(loop, steps=7, then=then, plan=partial(forced_plan, kinds=kind))
+
+
+def test_state_beside_some_that_was_kept_goes_where_the_next_plan_wants_it():
+    def loop(model, optimizer, step, kept):
+        loss = model(*batch(step))
+        loss.backward()
+        optimizer.step()
+        if step == 1:
+            arrays = [s["exp_avg"].numpy() for s in map(optimizer.state.get, model.parameters())]
+            REPLACED["other tensors"](optimizer)
+            kept["arrays"] = arrays
+        if step in (2, 4) and hasattr(model, "run"):
+            kind = {2: "device", 4: "all"}[step]
+            model.run.plans._apply(forced_plan(model.module, kind))
+        see(kept, kept.get("arrays", []))
+        optimizer.zero_grad()
+        return loss.item()
+
+    same(loop, steps=8, plan=partial(forced_plan, kinds="all"))

@@ -241,6 +241,39 @@ def test_an_interrupt_ends_a_wait_for_a_copy(waits):
     assert done.stdout.split("\n")[:2] == ["interrupted", "went on"]
 
 
+@pytest.mark.parametrize("reads", ["weight", "weight.grad"])
+def test_an_interrupt_ends_a_wait_for_an_update_that_runs_ahead_of_step(reads):
+    """One that takes thousands of seconds. A process of its own, which does not wait for it."""
+    done = script(f"""
+        import faulthandler
+
+        faulthandler.dump_traceback_later(45, exit=True)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        engine = trained.run.engine
+        for step in range(1, 5):
+            plain_loop(trained, optimizer, step)
+        ahead = engine.counters()["updates_ahead"]
+        assert ahead > 0
+        for step in range(5, 100):  # until it had begun when it is waited for
+            trained.synchronize()
+            engine.set_update_rate(1.0)
+            trained(*batch(step)).backward()
+            timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            try:
+                model.blocks[3].qkv.{reads}.norm()
+            except KeyboardInterrupt:
+                print("interrupted", flush=True)
+                os._exit(0)
+            timer.cancel()
+            timer.join()
+            engine.set_update_rate(0.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    """)
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
+
+
 def test_a_data_loader_forks_while_updates_are_in_flight():
     done = script("""
         from torch.utils.data import DataLoader, Dataset
