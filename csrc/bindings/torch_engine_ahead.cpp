@@ -50,6 +50,7 @@ AheadWork TorchEngine::offer(int index) {
   if ((!expectation_.update && !expectation_.measure) || unit.has_replaced()) return work;
   if (unit.has_held_gradients()) return work;
   if (unit.plan().optimizer_state != Tier::kHost) return work;
+  if (engine_.state(index).parameters_final()) unit.join_state();
   if (expectation_.update && !unit.has_aliases())
     offer.spans = expectation_.in_place ? unit.spans_ahead_in_place(expectation_.hypers)
                                         : unit.spans_ahead(expectation_.hypers);

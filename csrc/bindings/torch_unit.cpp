@@ -33,9 +33,6 @@ bool is_known(const HomedTensor& home) {
          (home.has_aliases() || (!tensor.requires_grad() && !is_alone_in_cpp(tensor, 1)));
 }
 
-namespace {
-
-// Before the tensor may be pointed elsewhere: what somebody knows by address stays mapped.
 void keep_or_forget(HomedTensor& home, bool moves) {
   if (!home.defined()) return;
   if (!is_known(home)) {
@@ -44,8 +41,6 @@ void keep_or_forget(HomedTensor& home, bool moves) {
     home.keep_memory();
   }
 }
-
-}  // namespace
 
 TorchUnit::TorchUnit(std::string name, const std::vector<at::Tensor>& parameters,
                      const std::vector<at::Tensor>& masters, const std::vector<bool>& updated,

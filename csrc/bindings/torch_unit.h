@@ -161,6 +161,10 @@ class TorchUnit {
   void adopt_state(std::size_t i, at::Tensor step, at::Tensor exp_avg, at::Tensor exp_avg_sq,
                    std::optional<at::Tensor> max_exp_avg_sq, std::optional<at::Tensor> master);
 
+  // State that has memory of its own, since a tensor that was replaced kept the place, comes back
+  // where no such tensor stands in the block any more. Not while an update runs.
+  void join_state();
+
   // Counts the step and returns one span per parameter that has a gradient. `hypers` by group.
   std::vector<AdamSpan> make_spans(const std::vector<AdamHyper>& hypers);
 

@@ -60,6 +60,30 @@ BlockPtr TorchUnit::part_from(HomedTensor& old) {
                                        : store_.allocate_device(bytes, what);
 }
 
+void TorchUnit::join_state() {
+  if (!state_is_shared_) return;
+  std::vector<HomedTensor*> apart;
+  long num_owners = 1;  // of the block: the unit, and the storages of those that are at home
+  for (TorchParameter& parameter : parameters_) {
+    for (HomedTensor* array : {&parameter.exp_avg, &parameter.exp_avg_sq, &parameter.max_exp_avg_sq,
+                               &parameter.master}) {
+      if (!array->defined()) continue;
+      if (array->replaced()) return;  // adopt_state() comes first
+      if (array->is_apart()) {
+        apart.push_back(array);
+      } else {
+        ++num_owners;
+      }
+    }
+  }
+  if (state_.use_count() > num_owners) return;
+  for (HomedTensor* array : apart) {
+    keep_or_forget(*array, /*moves=*/true);
+    array->join(state_);
+  }
+  state_is_shared_ = false;
+}
+
 void TorchUnit::forget_state(std::size_t i) {
   TorchParameter& parameter = parameters_.at(i);
   parameter.step = at::Tensor();

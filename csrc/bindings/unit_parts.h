@@ -22,6 +22,9 @@ at::Tensor exclusive_gradient(const at::Tensor& parameter, const at::Tensor& gra
 // (A NumPy array of the tensor itself counts for ever: nothing tells its end.)
 bool is_known(const HomedTensor& home);
 
+// Before the tensor may be pointed elsewhere: what somebody knows by address stays mapped.
+void keep_or_forget(HomedTensor& home, bool moves);
+
 // Somebody may know the memory of the gradient that has landed by other means than the tensor.
 bool is_landed_held(const TorchParameter& parameter);
 
