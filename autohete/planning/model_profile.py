@@ -15,6 +15,7 @@ from torch import nn
 
 from autohete.planning.fake_step import StepRecorder, UnitNote, tensor_bytes
 from autohete.planning.gpt2_shape import GPT2Shape
+from autohete.planning.long_models import LAYERS_RUN, lengthened, shortened
 from autohete.units import Layers, Unit, find_units
 
 # Parameters' dtype; bytes per parameter of moments (and masters) and of the copy kept when only
@@ -97,6 +98,15 @@ class ModelDescription:
         return inside + self.outside_flops
 
 
+@dataclass
+class _Outside:
+    """What no unit saves, computes or moves."""
+
+    device_bytes: int
+    flops: int
+    traffic_bytes: int
+
+
 def describe_model(
     model: Any, batch: int, seq: int, precision: str = "bf16", *, layers: Layers = None
 ) -> ModelDescription:
@@ -159,20 +169,44 @@ def _describe_step(
 ) -> ModelDescription:
     """Run a model without values on tokens without values, and add up what was seen."""
     units = find_units(model, layers)
-    recorder = StepRecorder(model, units)
-    recorder.run(ids, _PRECISIONS[precision][3])
+    described, outside = _run_step(model, units, ids, precision)
     batch, seq = ids.shape
-    described = [
-        _described(unit, note, precision) for unit, note in zip(units, recorder.notes, strict=True)
-    ]
     return ModelDescription(
-        units=_alike(described),
+        units=_alike(lengthened(units, described)),
         batch=batch,
         seq=seq,
         precision=precision,
-        fixed_device_bytes=recorder.outside_bytes(),
-        outside_flops=recorder.outside.flops[0] + recorder.outside.flops[1],
-        outside_traffic_bytes=recorder.outside.traffic[0] + recorder.outside.traffic[1],
+        fixed_device_bytes=outside.device_bytes,
+        outside_flops=outside.flops,
+        outside_traffic_bytes=outside.traffic_bytes,
+    )
+
+
+def _run_step(
+    model: nn.Module, units: list[Unit], ids: torch.Tensor, precision: str
+) -> tuple[list[UnitDescription], _Outside]:
+    """Run the step; of a long model on its first layers, where nothing outside grows with them."""
+    try:
+        first = _run_first(model, units, ids, precision, LAYERS_RUN)
+        if len(first[0]) == len(units):
+            return first
+        if first[1] == _run_first(model, units, ids, precision, LAYERS_RUN // 2)[1]:
+            return first
+    except Exception:  # a model that counts on all its layers; or what the whole one raises, too
+        pass
+    return _run_first(model, units, ids, precision, len(units))
+
+
+def _run_first(
+    model: nn.Module, units: list[Unit], ids: torch.Tensor, precision: str, layers_run: int
+) -> tuple[list[UnitDescription], _Outside]:
+    model.zero_grad()  # of an earlier run: to add to them would be more work
+    with shortened(model, units, layers_run) as some:
+        recorder = StepRecorder(model, some)
+        recorder.run(ids, _PRECISIONS[precision][3])
+    notes = zip(some, recorder.notes, strict=True)
+    return [_described(unit, note, precision) for unit, note in notes], _Outside(
+        recorder.outside_bytes(), sum(recorder.outside.flops), sum(recorder.outside.traffic)
     )
 
 

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
 
-from autohete.planning import describe_model, find_machine, profile_model
+from autohete.planning import describe_model, find_machine, long_models, profile_model
 from autohete.planning.gpt2_shape import GPT2Shape
 from autohete.planning.library import MACHINES
 from autohete.planning.model_profile import describe_gpt2
@@ -232,3 +232,73 @@ def test_a_configuration_of_no_language_model_is_named() -> None:
     config = transformers.GPT2Config(n_layer=1, n_embd=65, n_head=4)
     with pytest.raises(ValueError, match="no model can be made of this GPT2Config .*65"):
         describe_model(config, 1, 16)
+
+
+class CountingNet(Net):
+    """Its forward counts on all its layers, by number."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for number in range(self.number):
+            x = self.layers[number](x)
+        return x
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
+        self.number = layers
+
+
+class MixingNet(Net):
+    """Something outside its layers grows with their number."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = torch.tanh(x + layer(x))
+        return x
+
+
+class LateNet(Net):
+    """Its kinds of layers differ, and one comes late."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
+        self.layers[layers - 20] = nn.Linear(H, H)
+
+
+@pytest.mark.parametrize("net", [Net, CountingNet, MixingNet, LateNet])
+def test_a_long_model_is_described_as_if_all_its_layers_had_run(
+    net: type[Net], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_some = describe_model(net(60), B, S, "fp32")
+    monkeypatch.setattr(long_models, "LAYERS_RUN", 60)  # a list is long from twice as many on
+    assert by_some == describe_model(net(60), B, S, "fp32")
+
+
+def test_most_layers_of_a_long_model_are_not_run() -> None:
+    ran: list[int] = []
+
+    class Noting(Mlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            ran.append(1)
+            return super().forward(x)
+
+    model = Net(1)
+    model.layers = nn.ModuleList(Noting() for _ in range(1000))
+    described = describe_model(model, B, S, "fp32")
+    assert len(described.units) == 1001
+    assert [unit.name for unit in described.units[-2:]] == ["layers.998", "layers.999"]
+    assert len(model.layers) == 1000
+    assert len(ran) < 100
+
+
+def test_periodic_layers_of_a_long_model_are_described_as_if_all_had_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = transformers.Gemma3TextConfig(
+        num_hidden_layers=54, hidden_size=16, intermediate_size=32, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, vocab_size=32,
+    )  # fmt: skip
+    by_some = describe_model(config, B, S, "bf16")
+    monkeypatch.setattr(long_models, "LAYERS_RUN", 60)
+    assert by_some == describe_model(config, B, S, "bf16")
