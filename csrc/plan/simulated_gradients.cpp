@@ -39,13 +39,20 @@ void SimulatedGradients::stop_download(int k, double remaining_seconds) {
   waiting_.insert({state_.key(k), k});
 }
 
+// Those behind the gate stand aside until it opens again: it may be every unit, at every event.
 bool SimulatedGradients::start_update() {
+  if (std::exchange(gates_seen_, state_.gates_open) < state_.gates_open) {
+    arrived_.merge(gated_);
+  }
   if (state_.lanes[SimulatedLane::kCpu].busy) return false;
-  for (const auto& entry : arrived_) {
-    const int k = entry.second;
-    if (state_.policy.gated && state_.units[k].own_updates >= state_.gates_open) continue;
+  while (!arrived_.empty()) {
+    const auto entry = arrived_.extract(arrived_.begin());
+    const int k = entry.value().second;
+    if (state_.policy.gated && state_.units[k].own_updates >= state_.gates_open) {
+      gated_.insert(entry.value());
+      continue;
+    }
     state_.lanes.begin(SimulatedLane::kCpu, k, "update", state_.units[k].seconds.cpu_update);
-    arrived_.erase(entry);
     return true;
   }
   return false;

@@ -34,6 +34,8 @@ class SimulatedGradients {
   SimulatedState& state_;
   int leaving_ = 0;  // gradients computed and not yet on the host
   SimulatedQueue waiting_, arrived_;
+  SimulatedQueue gated_;  // arrived, for a step that has not been taken
+  int gates_seen_ = 0;
 };
 
 }  // namespace autohete
