@@ -70,7 +70,9 @@ class RunPlan:
         self.plan: Plan | None = None
         self.profile: _C.Profile | None = None
         self.placements: list[_C.UnitPlan] = []
-        self._managed: list[bool] = []  # of every unit: hooks ask many times a step
+        # Of every unit: hooks ask many times a step, and a binding's property takes microseconds.
+        self._managed: list[bool] = []
+        self._recomputed: list[bool] = []
         self.num_replans = 0
         self.replan_seconds = 0.0
         self._meter: StepMeter | None = None
@@ -80,6 +82,7 @@ class RunPlan:
         self._size: Size = ()
         """Of the inputs that are being measured."""
         self._rules: dict[Size, list[ActivationRule]] = {}
+        self._rules_now: list[ActivationRule] | None = None  # those of `_rules` that are followed
         self._reserve = 0
         self._pressed = False
         self._refusals = 0
@@ -92,7 +95,7 @@ class RunPlan:
         return self._managed[index]
 
     def recomputes(self, index: int) -> bool:
-        return self.placements[index].activations == ActivationRule.RECOMPUTE
+        return self._recomputed[index]
 
     def measuring(self) -> StepMeter | None:
         """The meter, while the first step is being measured."""
@@ -296,7 +299,11 @@ class RunPlan:
             self._sized.forget(size)
         else:
             self._refuse_what_cannot_fit(size)
-        for placed, unit in zip(self.placements, self._units, strict=True):
+        self._recompute_layers(self.placements)
+        self._place(self.placements)
+
+    def _recompute_layers(self, placements: list[_C.UnitPlan]) -> None:
+        for placed, unit in zip(placements, self._units, strict=True):
             if unit.is_layer:
                 placed.activations = ActivationRule.RECOMPUTE
 
@@ -319,13 +326,11 @@ class RunPlan:
         assert self.plan is not None
         plan = Plan(self.plan)
         units = [_C.UnitPlan(unit) for unit in plan.units]
-        for placed, unit in zip(units, self._units, strict=True):
-            if unit.is_layer:
-                placed.activations = ActivationRule.RECOMPUTE
+        self._recompute_layers(units)
         plan.units = units
         most = self._sized.beyond(size, power=2)
         if most is not None and device_peak_bytes(most, plan) <= self._side.plannable():
-            self.placements = units
+            self._place(units)
         else:
             self._apply(self._safest())
 
@@ -343,8 +348,18 @@ class RunPlan:
             if profile is not None and bucket not in self._sized.largest():
                 rules = rules_for(profile, self.plan, self._plannable())
             self._rules[bucket] = rules
+        if rules is self._rules_now:
+            return
         for placed, rule in zip(self.placements, rules, strict=True):
             placed.activations = rule
+        self._place(self.placements)
+        self._rules_now = rules
+
+    def _place(self, placements: list[_C.UnitPlan]) -> None:
+        self.placements = placements
+        self._rules_now = None
+        self._managed = [unit.optimizer_state == Tier.HOST for unit in placements]
+        self._recomputed = [unit.activations == ActivationRule.RECOMPUTE for unit in placements]
 
     def _plannable(self) -> int:
         return max(self._side.plannable() - self._reserve, 1)
@@ -384,8 +399,7 @@ class RunPlan:
             barrier=order.iteration_barrier,
         )
         self._side.check_host_memory()
-        self.placements = [_C.UnitPlan(unit) for unit in plan.units]
-        self._managed = [unit.optimizer_state == Tier.HOST for unit in self.placements]
+        self._place([_C.UnitPlan(unit) for unit in plan.units])
 
     def _safest(self) -> Plan:
         plan = Plan()

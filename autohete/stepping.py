@@ -6,9 +6,11 @@ its own step, whole, on the calling thread, once all tensors are in place.
 
 from __future__ import annotations
 
+import operator
 import types
 import weakref
 from collections.abc import Callable
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -66,6 +68,31 @@ class _State(NamedTuple):
     fingerprint: list[Any]
 
 
+class _Shown:
+    """All states as they were shown last: a step of the usual kind finds them unchanged.
+
+    Args:
+        parameters: those the engine updates.
+        given: for each the optimizer's own dict, or None where it has none.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], given: list[dict[str, Any] | None]) -> None:
+        self._parameters = parameters
+        self._given = given
+        self._dicts = [each for each in given if each is not None]
+        self._names, self._ids = self._fingerprints()
+        self._values = [value for each in self._dicts for value in each.values()]  # ids stay theirs
+
+    def _fingerprints(self) -> tuple[list[str], list[int]]:
+        values = chain.from_iterable(map(dict.values, self._dicts))
+        return list(chain.from_iterable(self._dicts)), list(map(id, values))
+
+    def is_still(self, states: dict[Any, Any]) -> bool:
+        """Whether the same dicts hold the same objects under the same names."""
+        same = map(operator.is_, map(states.get, self._parameters), self._given)
+        return all(same) and self._fingerprints() == (self._names, self._ids)
+
+
 class OptimizerBridge:
     """The user's optimizer object, stepped by the engine while it is installed."""
 
@@ -89,6 +116,7 @@ class OptimizerBridge:
         self._group_of = self._groups()
         self._places: dict[int, tuple[int, int]] = {}
         self._states: dict[tuple[int, int], _State] = {}  # by (unit, parameter)
+        self._shown: _Shown | None = None
         self._moments_known: list[list[Tensor]] | None = None
         self._step_before: Any = None
         self._installed: Any = None
@@ -287,6 +315,7 @@ class OptimizerBridge:
     def _regroup(self) -> None:
         """Param groups changed: tell the engine who is where, and who is not there any more."""
         self._group_of = self._groups()
+        self._shown = None
         if self._group_of.keys() - self._places.keys():
             raise ValueError(
                 "optimizer: a parameter was added after wrapping, expected the parameters it "
@@ -303,6 +332,8 @@ class OptimizerBridge:
             return
         engine, states = self._run.engine, self.optimizer.state
         elsewhere = set(engine.replaced_state())  # the tensors are those shown, the memory is not
+        if not elsewhere and self._shown is not None and self._shown.is_still(states):
+            return
         for u, unit in enumerate(self._run.units):
             for i, parameter in enumerate(unit.parameters):
                 given = states.get(parameter)
@@ -324,6 +355,14 @@ class OptimizerBridge:
                 arrays = [_taken(given.get(key)) for key in _ARRAYS]
                 engine.adopt_state(u, i, step, *arrays)
                 self._publish(u, i)
+        self._remember_shown()
+
+    def _remember_shown(self) -> None:
+        places = [(u, i, p) for u, unit in enumerate(self._run.units)
+                  for i, p in enumerate(unit.parameters) if self.updates(p)]  # fmt: skip
+        known = [self._states.get((u, i)) for u, i, _ in places]
+        given = [None if state is None else state.given for state in known]
+        self._shown = _Shown([p for *_, p in places], given)
 
     def _complete(self, parameter: nn.Parameter, given: dict[str, Any]) -> None:
         """Make what the user took out of a state, where the optimizer would do so at its step."""
@@ -358,7 +397,7 @@ class OptimizerBridge:
         given = self.optimizer.state[parameter]
         given.update(shown)
         self._states[(u, i)] = _State(shown, state, given, _fingerprint(given))
-        self._moments_known = None
+        self._moments_known = self._shown = None
 
     @property
     def state_keys(self) -> tuple[str, ...]:

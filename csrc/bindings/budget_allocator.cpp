@@ -2,12 +2,12 @@
 
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
+#include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <array>
 #include <cstdint>
 #include <mutex>
-#include <unordered_map>
 #include <utility>
 
 #include "csrc/base/check.h"
@@ -53,7 +53,7 @@ class Ledger {
   };
   struct Shard {
     std::mutex mutex;
-    std::unordered_map<void*, Charge> charges;
+    ska::flat_hash_map<void*, Charge> charges;  // without a node to allocate for each
   };
   Shard& shard_of(void* data) {
     return shards_[(reinterpret_cast<std::uintptr_t>(data) >> 6) % shards_.size()];
