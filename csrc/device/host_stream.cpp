@@ -50,9 +50,11 @@ HostStream::~HostStream() {
 }
 
 void HostStream::push(std::function<void()> work) {
-  std::lock_guard lock(mutex_);
-  queue_.push_back(std::move(work));
-  changed_.notify_one();
+  {
+    std::lock_guard lock(mutex_);
+    queue_.push_back(std::move(work));
+  }
+  changed_.notify_one();  // whoever pushes keeps the stream: the thread wakes to a free lock
 }
 
 void HostStream::record(std::shared_ptr<HostEvent> event) {

@@ -141,8 +141,8 @@ BlockPtr Engine::acquire(int index, Direction direction) {
       });
     };
     while (!take_slot(index) && slot_in(Residency::kUploading)) {
-      wait(lock, &EngineCounters::wait_upload_seconds, index,
-           [&] { return slot_in(Residency::kResident); });
+      wait_for(lock, kAnyUnit, &EngineCounters::wait_upload_seconds, index,
+               [&] { return slot_in(Residency::kResident); });
       rethrow(lock);
     }
     if (unit.slot < 0) {
@@ -196,7 +196,7 @@ void Engine::bring_home(Lock& lock, int index, const Event& after) {
     Lock inner(mutex_);
     arrival->home = true;
     if (failure) fail(failure);
-    changed_.notify_all();
+    notify(kAnyUnit);
   };
   lock.unlock();
   download_lane_->submit(std::move(job));
@@ -291,7 +291,7 @@ void Engine::start_upload(int index, std::uint64_t priority) {
     if (error) fail(error);
     advance(units_[index], UnitEvent::kUploadDone);
     counters_.h2d_bytes += units_[index].blocks.param_bytes;
-    changed_.notify_all();
+    notify(index);
   };
   upload_lane_->submit(std::move(job));
 }
@@ -337,6 +337,12 @@ void Engine::wait_idle() {
     });
   });
   rethrow(lock);
+}
+
+// With mutex_ held. Something has become of the unit: who waits for it, or for any, looks.
+void Engine::notify(int unit) {
+  const bool for_others = num_waiting_ == 1 && awaited_ != kAnyUnit && awaited_ != unit;
+  if (!for_others || unit == kAnyUnit || error_) changed_.notify_all();
 }
 
 // With mutex_ held.

@@ -158,7 +158,8 @@ class Engine {
   // since the last time: more urgent work that has come meanwhile is done first.
   void give_way(std::size_t num_parameters);
   // Makes the CPU lane as slow as a stated rate: an update of n parameters takes at least n / rate
-  // seconds (0: as fast as it is). For races against a CPU that is not here.
+  // seconds, less what the system woke it too late for the one before (0: as fast as it is). For
+  // races against a CPU that is not here.
   void set_update_rate(double parameters_per_second) { update_rate_ = parameters_per_second; }
 
   // Waits for everything. Rethrows the first failure of any lane.
@@ -203,16 +204,20 @@ class Engine {
     std::size_t written = 0;     // in this part
   };
   using Lock = std::unique_lock<std::mutex>;
+  static constexpr int kAnyUnit = -1;
 
   bool offloaded(const Unit& unit) const { return unit.blocks.plan.parameters == Tier::kHost; }
   BlockPtr newest_block(const Unit& unit) const;
   BlockPtr device_block(const Unit& unit) const;
   template <typename Predicate>
-  void tick_until(Lock& lock, Predicate ready);
+  void tick_until(Lock& lock, Predicate ready, int awaited = kAnyUnit);
   template <typename Predicate>
-  void wait_ticking(Lock& lock, Predicate ready);
+  void wait_ticking(Lock& lock, Predicate ready, int awaited = kAnyUnit);
   template <typename Predicate>
   void wait(Lock& lock, double EngineCounters::* cause, int unit, Predicate ready);
+  template <typename Predicate>
+  void wait_for(Lock& lock, int awaited, double EngineCounters::* cause, int unit, Predicate ready);
+  void notify(int unit);
   bool take_slot(int unit);
   BlockPtr take_former_slot(std::size_t bytes);
   void drop(Unit& unit);
@@ -233,6 +238,7 @@ class Engine {
   std::exception_ptr take_turn(UpdateLane& lane, int unit, const char* what,
                                std::size_t num_parameters, std::function<void()> work);
   void end_part(Turn& turn);
+  void make_way(Turn& turn);
   void record(const Turn& turn);
   void advance(Unit& unit, UnitEvent event);  // the table's, and what is counted of it
   bool withdraw(Lock& lock, Unit& unit, bool ticking);
@@ -250,6 +256,8 @@ class Engine {
 
   std::mutex mutex_;  // guards everything below except the lanes, which lock themselves
   std::condition_variable changed_;
+  int num_waiting_ = 0;     // threads that wait for changed_, and
+  int awaited_ = kAnyUnit;  // for what: to wake one for nothing costs a lane more than its own work
   std::vector<Unit> units_;
   std::vector<Slot> slots_;
   std::vector<std::weak_ptr<Block>> former_slots_;  // of earlier plans
@@ -263,7 +271,11 @@ class Engine {
   std::size_t chunk_bytes_ = 0;  // of the lanes; hook thread only
   EngineOptions options_;
   std::atomic<double> update_rate_{0};
-  Turn* turn_ = nullptr;  // CPU lane's thread only
+  // CPU lane's thread only:
+  Turn* turn_ = nullptr;
+  double overslept_ = 0;    // at a stated rate: by how much the last wait was too long,
+  double woken_at_ = 0;     // when it ended,
+  double woken_after_ = 0;  // and what the thread had computed by then, in seconds
 
   // Lanes last: they stop first, so no callback meets a dead member.
   std::unique_ptr<TransferLane> upload_lane_, download_lane_;

@@ -1,4 +1,6 @@
 // From a unit's gradients to its new parameters: leaving, work ahead of step(), updates, shares.
+#include <time.h>
+
 #include <algorithm>
 #include <chrono>
 #include <functional>
@@ -9,6 +11,17 @@
 #include "csrc/runtime/engine_wait.h"
 
 namespace autohete {
+
+namespace {
+
+// Of the processor, that this thread has had.
+double thread_seconds() {
+  timespec time{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+}  // namespace
 
 void Engine::send_gradients(int index, std::vector<CopySegment> segments, AheadWork ahead) {
   refuse_training_in_child();
@@ -40,7 +53,7 @@ void Engine::send_gradients(int index, std::vector<CopySegment> segments, AheadW
     queue_ahead(index, &Unit::measure, place);
     queue_ahead(index, &Unit::ahead, 2 * num_units + place);
     if (units_[index].state.progress == Progress::kUpdating) start_update(index);
-    changed_.notify_all();
+    notify(index);
   };
   download_lane_->submit(std::move(job));
   if (options_.synchronous_moves)
@@ -98,8 +111,10 @@ void Engine::run_ahead(UpdateLane& lane, int index, AheadTask Unit::* task, std:
   Lock lock(mutex_);
   Unit& unit = units_[index];
   (unit.*task).finish(!error);
-  if (std::exchange(unit.update_waits, false)) start_update(index);
-  changed_.notify_all();
+  if (!std::exchange(unit.update_waits, false)) return notify(index);
+  if (error || unit.update_always) return start_update(index);
+  unit.update = nullptr;  // has been done
+  updated(index);
 }
 
 bool Engine::wait_measured(int index) {
@@ -125,7 +140,14 @@ bool Engine::withdraw(Lock& lock, Unit& unit, bool ticking) {
     return unit.measure.stage() != AheadTask::Stage::kRunning &&
            unit.ahead.stage() != AheadTask::Stage::kRunning;
   };
-  ticking ? tick_until(lock, at_rest) : changed_.wait(lock, at_rest);
+  if (ticking) {
+    tick_until(lock, at_rest);
+  } else {
+    ++num_waiting_;
+    awaited_ = kAnyUnit;
+    changed_.wait(lock, at_rest);
+    --num_waiting_;
+  }
   const bool started = unit.ahead.started();
   if (started) ++counters_.withdrawn;
   unit.measure.withdraw();
@@ -248,7 +270,7 @@ void Engine::updated(int index) {
     return;
   }
   finish_update(index);
-  changed_.notify_all();
+  notify(index);
 }
 
 // On the share lane's thread.
@@ -268,7 +290,7 @@ void Engine::run_share(int index) {
   Lock lock(mutex_);
   if (error) fail(error);
   finish_update(index);
-  changed_.notify_all();
+  notify(index);
 }
 
 // On the CPU lane's thread. Returns what the work threw.
@@ -295,23 +317,45 @@ void Engine::give_way(std::size_t num_parameters) {
   turn.written += std::min(num_parameters, turn.num_parameters - turn.written);
   if (!turn.lane.has_more_urgent()) return;
   end_part(turn);
+  make_way(turn);
+}
+
+// Lets the more urgent work pass; the next part of the turn begins. At a stated rate the threads
+// that had this one's core since that work's last wait (the host device's copies, which a device
+// would do by itself) take no time of the lane.
+void Engine::make_way(Turn& turn) {
+  woken_at_ = Timeline::now();
+  woken_after_ = thread_seconds();
   turn.lane.give_way();
   turn.start_seconds = Timeline::now();
+  if (update_rate_ <= 0) return;
+  const double passed = turn.start_seconds - woken_at_;
+  turn.start_seconds -= std::max(0.0, passed - (thread_seconds() - woken_after_));
 }
 
 // Blocks for the rest of what this part of the turn would take at the stated rate, and lets more
-// urgent work pass meanwhile, as a CPU that computes at this rate does between its pieces.
+// urgent work pass meanwhile, as a CPU that computes at this rate does between its pieces. By what
+// the system woke it too late, the next part is shorter, if it follows at once.
 void Engine::end_part(Turn& turn) {
+  constexpr double kAtOnce = 1e-3;
   const double rate = update_rate_;
   turn.num_parameters -= turn.written;
   while (rate > 0 && turn.written > 0) {
-    const double end = turn.start_seconds + static_cast<double>(turn.written) / rate;
-    if (!turn.lane.wait_for_more_urgent(Timeline::time_at(end))) break;
+    if (turn.start_seconds > woken_at_ + kAtOnce) overslept_ = 0;
+    const double start = turn.start_seconds - std::exchange(overslept_, 0);
+    const double end = start + static_cast<double>(turn.written) / rate;
+    const bool early = Timeline::now() < end;
+    const bool interrupted = turn.lane.wait_for_more_urgent(Timeline::time_at(end));
+    woken_at_ = Timeline::now();
+    woken_after_ = thread_seconds();
+    if (!interrupted) {
+      if (early) overslept_ = std::min(woken_at_ - end, kAtOnce);
+      break;
+    }
     record(turn);
-    const double done = (Timeline::now() - turn.start_seconds) * rate;
+    const double done = (woken_at_ - start) * rate;
     turn.written -= std::min(turn.written, static_cast<std::size_t>(done));
-    turn.lane.give_way();
-    turn.start_seconds = Timeline::now();
+    make_way(turn);
   }
   turn.written = 0;
   record(turn);

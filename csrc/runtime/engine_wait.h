@@ -8,11 +8,16 @@
 namespace autohete {
 
 // Until ready, also when a lane failed: a task that runs reads and writes until it has ended.
+// `awaited`: the unit that alone can make it ready.
 template <typename Predicate>
-void Engine::tick_until(Lock& lock, Predicate ready) {
+void Engine::tick_until(Lock& lock, Predicate ready, int awaited) {
   constexpr std::chrono::milliseconds kTick(100);
-  while (!changed_.wait_for(lock, kTick, ready)) {
-    if (!wait_tick_) continue;
+  while (!ready()) {
+    ++num_waiting_;
+    awaited_ = awaited;
+    const bool woken = changed_.wait_for(lock, kTick) == std::cv_status::no_timeout;
+    --num_waiting_;
+    if (woken || !wait_tick_) continue;
     lock.unlock();
     wait_tick_();  // a throw leaves with the lock open, which its destructor knows
     lock.lock();
@@ -21,18 +26,25 @@ void Engine::tick_until(Lock& lock, Predicate ready) {
 
 // Until ready, or a lane failed.
 template <typename Predicate>
-void Engine::wait_ticking(Lock& lock, Predicate ready) {
-  tick_until(lock, [&] { return ready() || error_; });
+void Engine::wait_ticking(Lock& lock, Predicate ready, int awaited) {
+  tick_until(lock, [&] { return ready() || error_; }, awaited);
 }
 
 template <typename Predicate>
-void Engine::wait(Lock& lock, double EngineCounters::* cause, int unit, Predicate ready) {
+void Engine::wait_for(Lock& lock, int awaited, double EngineCounters::* cause, int unit,
+                      Predicate ready) {
   if (ready() || error_) return;
   const double start = Timeline::now();
-  wait_ticking(lock, ready);
+  wait_ticking(lock, ready, awaited);
   const double end = Timeline::now();
   counters_.*cause += end - start;
   timeline_.add({Lane::kCompute, unit, "wait", start, end, 0});
+}
+
+// What makes it ready happens to this unit.
+template <typename Predicate>
+void Engine::wait(Lock& lock, double EngineCounters::* cause, int unit, Predicate ready) {
+  wait_for(lock, unit, cause, unit, ready);
 }
 
 }  // namespace autohete

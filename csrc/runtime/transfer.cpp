@@ -95,20 +95,29 @@ class Doorbell {
 
   // False, and the job is left alone, once close() was called.
   bool submit(CopyJob& job) {
-    std::lock_guard lock(mutex_);
-    if (pending_.closing) return false;
-    pending_.submitted.push_back(std::make_shared<Progress>(std::move(job), next_order_++));
-    wake();
+    {
+      std::lock_guard lock(mutex_);
+      if (pending_.closing) return false;
+      pending_.submitted.push_back(std::make_shared<Progress>(std::move(job), next_order_++));
+      ringing_ = true;
+    }
+    rung_.notify_one();
     return true;
   }
   void ring() {
-    std::lock_guard lock(mutex_);
-    wake();
+    {
+      std::lock_guard lock(mutex_);
+      ringing_ = true;
+    }
+    rung_.notify_one();
   }
   void close() {
-    std::lock_guard lock(mutex_);
-    pending_.closing = true;
-    wake();
+    {
+      std::lock_guard lock(mutex_);
+      pending_.closing = true;
+      ringing_ = true;
+    }
+    rung_.notify_one();
   }
   // Blocks until something happened or `deadline` has passed.
   Ring answer(Clock::time_point deadline) {
@@ -125,12 +134,8 @@ class Doorbell {
   }
 
  private:
-  void wake() {
-    ringing_ = true;
-    rung_.notify_one();
-  }
-
   std::mutex mutex_;  // guards all members
+  // Rung without the lock: whoever wakes takes it at once, and the bell outlives all who ring.
   std::condition_variable rung_;
   bool ringing_ = false;
   Ring pending_;
