@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from autohete.planning import Budgets, Profile, paper
 from autohete.planning.cluster import Cluster, profile_of_rank
 from autohete.planning.library import profile_on
-from autohete.planning.plan_report import describe_named
 
 OTHERS = ("zero_offload", "patrickstar", "stronghold")
 RANKS = paper.CLUSTER.devices
@@ -52,7 +51,7 @@ class Assumptions:
         )
 
     def _profile(self, model: str, rows: int, micro_batches: int) -> Profile:
-        description = describe_named(model, rows, paper.SEQ, "bf16")
+        description = paper.description(model, rows)
         alone = profile_on(description, paper.FITTED.machine, micro_batches)
         if self.link_shares is not None:
             return _without_collectives(alone, self.link_shares)

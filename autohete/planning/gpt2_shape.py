@@ -20,12 +20,19 @@ _DROPOUT = 0.1
 
 @dataclass(frozen=True)
 class GPT2Shape:
-    """Layers, width, heads and the longest sequence."""
+    """Layers, width, heads and the longest sequence.
+
+    Args:
+        fused_gelu: the activation is one operation that saves its input alone, as in Megatron-LM
+            (`bias_gelu_fusion`) and in configurations with "gelu_pytorch_tanh"; else the six
+            operations of transformers' default.
+    """
 
     num_layers: int
     width: int
     num_heads: int
     positions: int
+    fused_gelu: bool = False
 
     def build(self, dtype: torch.dtype) -> nn.Module:
         """Return the model on the meta device: nothing is allocated."""
@@ -90,17 +97,25 @@ class Attention(nn.Module):
         return self.resid_dropout(out)  # type: ignore[no-any-return]
 
 
+def _gelu(x: Tensor) -> Tensor:
+    inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))
+    return 0.5 * x * (1.0 + torch.tanh(inner))
+
+
+def _fused_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
 class Mlp(nn.Module):
     def __init__(self, shape: GPT2Shape) -> None:
         super().__init__()
         self.c_fc = Conv1D(shape.width, 4 * shape.width)
         self.c_proj = Conv1D(4 * shape.width, shape.width)
         self.dropout = nn.Dropout(_DROPOUT)
+        self.gelu = _fused_gelu if shape.fused_gelu else _gelu
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.c_fc(x)
-        inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))
-        x = 0.5 * x * (1.0 + torch.tanh(inner))
+        x = self.gelu(self.c_fc(x))
         return self.dropout(self.c_proj(x))  # type: ignore[no-any-return]
 
 

@@ -8,6 +8,8 @@ Of the systems it is assumed that
   - the other three recompute every layer, as their authors run them (PatrickStar's
     run_transformers.sh, StrongHold's sc22-gpt-sh.sh, DeepSpeed's tutorial of ZeRO-Offload); what
     to recompute is a decision of AutoHete alone;
+  - the model is Megatron-LM's GPT, which StrongHold's code is made of: its activation is fused and
+    saves its input alone (`bias_gelu_fusion` is on unless turned off, and the script does not);
   - AutoHete starts updates as gradients arrive, and their uploads as they end;
   - four GPUs are the four ranks of `autohete plan --devices 4`, with all its defaults.
 """
@@ -20,9 +22,10 @@ from functools import cache
 
 from autohete import _C
 from autohete.planning.cluster import Cluster, profile_of_rank
+from autohete.planning.gpt2_shape import GPT2Shape
 from autohete.planning.library import Machine, find_machine, profile_on
-from autohete.planning.model_profile import ModelDescription
-from autohete.planning.plan_report import describe_named
+from autohete.planning.model_profile import ModelDescription, describe_gpt2
+from autohete.planning.plan_report import PRESETS
 from autohete.planning.solve import solve
 from autohete.planning.strategies import plan_strategy
 
@@ -72,8 +75,8 @@ class Fit:
     @property
     def batches(self) -> dict[str, int]:
         """Batch per model; the 13B has as many tokens times parameters as the 7B, rounded."""
-        larger = self.batch_7b * _description("7b", 1).num_parameters
-        predicted = round(larger / _description("13b", 1).num_parameters)
+        larger = self.batch_7b * description("7b", 1).num_parameters
+        predicted = round(larger / description("13b", 1).num_parameters)
         return {"2b": self.batch_2b, "7b": self.batch_7b, "13b": max(1, predicted)}
 
     @property
@@ -95,7 +98,7 @@ BOUNDS = {
     "link_bytes_per_second": (11e9, 25.5e9),
     "cpu_params_per_second": (1e9, 5.8e9),
 }
-FITTED = Fit(72.84e12, 13.34e9, 5.8e9, batch_2b=5, batch_7b=2)
+FITTED = Fit(73.69e12, 12.81e9, 5.8e9, batch_2b=5, batch_7b=2)
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ def single_gpu_cells(fit: Fit = FITTED, models: tuple[str, ...] = MODELS) -> lis
         batch = fit.batches[model]
         for system, paper in TFLOPS[model].items():
             rate = samples_per_second(model, batch, system, fit)
-            simulated = rate * _description(model, batch).model_flops / batch / 1e12
+            simulated = rate * description(model, batch).model_flops / batch / 1e12
             cells.append(Cell(model, system, paper, simulated, model in FITTED_MODELS))
     return cells
 
@@ -149,7 +152,7 @@ def samples_per_second(
 ) -> float:
     """Return the simulated rate of all devices at a global batch; OUT_OF_MEMORY if nothing fits."""
     machine = fit.machine
-    alone = profile_on(_description(model, batch // cluster.devices), machine)
+    alone = profile_on(description(model, batch // cluster.devices), machine)
     budgets = _C.Budgets(
         machine.usable_bytes if gpu_mem is None else gpu_mem,
         machine.host_bytes // cluster.devices_per_machine,
@@ -204,5 +207,8 @@ def rms_error(cells: list[Cell]) -> float:
 
 
 @cache
-def _description(model: str, batch: int) -> ModelDescription:
-    return describe_named(model, batch, SEQ, "bf16")
+def description(model: str, batch: int) -> ModelDescription:
+    """The paper's GPT of this size."""
+    layers, width, heads = PRESETS[model]
+    shape = GPT2Shape(2, width, heads, SEQ, fused_gelu=True)
+    return describe_gpt2(shape, batch, SEQ, "bf16").with_layers(layers)

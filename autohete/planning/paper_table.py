@@ -8,7 +8,6 @@ from autohete.planning import paper
 from autohete.planning.cluster import cluster_to_dict
 from autohete.planning.library import profile_on
 from autohete.planning.make_plan import make_plan
-from autohete.planning.plan_report import describe_named
 from autohete.planning.simulate import simulate
 
 _SMALL, _LARGE = 12 * 10**9, 40 * 10**9
@@ -86,7 +85,7 @@ def priorities(
     """
     machine = paper.FITTED.machine
     rows = paper.FITTED.batches[model] if batch is None else batch
-    profile = profile_on(describe_named(model, rows, paper.SEQ, "bf16"), machine)
+    profile = profile_on(paper.description(model, rows), machine)
     plan = make_plan(profile, machine.usable_bytes, machine.host_bytes, PLACEMENTS[placement])
     plan.strategy = "autohete"  # its order of work
     as_paper: Any = {"gated": gated, "early_uploads": True, "keep_spans": False}

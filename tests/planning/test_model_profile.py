@@ -175,15 +175,18 @@ def test_machines_can_be_overridden_and_unknown_fields_are_refused() -> None:
         find_machine("b9000")
 
 
+@pytest.mark.parametrize("fused_gelu", [False, True])
 @pytest.mark.parametrize(("batch", "seq", "precision"), [(2, 64, "bf16"), (1, 128, "fp32")])
 def test_a_preset_is_described_as_transformers_own_model_is(
-    batch: int, seq: int, precision: str
+    batch: int, seq: int, precision: str, fused_gelu: bool
 ) -> None:
     """But for what fake tensors on a CPU have and a GPU has not: a mask, half statistics."""
     item = 2 if precision == "bf16" else 4
     config = GPT2Config(n_layer=2, n_embd=256, n_head=4, n_positions=seq)
+    if fused_gelu:
+        config.activation_function = "gelu_pytorch_tanh"
     theirs = describe_model(config, batch, seq, precision)
-    ours = describe_gpt2(GPT2Shape(2, 256, 4, seq), batch, seq, precision)
+    ours = describe_gpt2(GPT2Shape(2, 256, 4, seq, fused_gelu), batch, seq, precision)
     assert ours.num_parameters == theirs.num_parameters
     assert ours.model_flops == theirs.model_flops
     assert ours.fixed_device_bytes == theirs.fixed_device_bytes
