@@ -114,7 +114,7 @@ class OptimizerBridge:
             for p in group["params"]
             if not p.requires_grad and p.dtype not in _UPDATED
         ]
-        self._group_of = self._groups()
+        self._note_groups()
         self._places: dict[int, tuple[int, int]] = {}
         self._states: dict[tuple[int, int], _State] = {}  # by (unit, parameter)
         self._shown: _Shown | None = None
@@ -133,6 +133,10 @@ class OptimizerBridge:
                 "call unwrap() on that wrapper first"
             )
 
+    def _note_groups(self) -> None:
+        self._group_of = self._groups()
+        self._grouped = [list(group["params"]) for group in self.optimizer.param_groups]
+
     def _groups(self) -> dict[int, int]:
         frozen = {id(p) for p in self._frozen}
         return {
@@ -144,6 +148,12 @@ class OptimizerBridge:
 
     def groups_changed(self) -> bool:
         """Whether a parameter joined, left or changed its param group since the last step."""
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        known = self._grouped
+        if list(map(len, groups)) == list(map(len, known)) and all(
+            map(operator.is_, chain.from_iterable(groups), chain.from_iterable(known))
+        ):
+            return False
         return self._groups() != self._group_of
 
     def _check_frozen(self) -> None:
@@ -316,7 +326,7 @@ class OptimizerBridge:
 
     def _regroup(self) -> None:
         """Param groups changed: tell the engine who is where, and who is not there any more."""
-        self._group_of = self._groups()
+        self._note_groups()
         self._shown = None
         if self._group_of.keys() - self._places.keys():
             raise ValueError(

@@ -8,13 +8,20 @@ first is not counted (it pays for the loop before it); the period is the mean of
 the longest of it, parameters / rate, and bytes / bandwidth.
 
     python benchmarks/strategies.py [--rounds 20] [--layers 24] [--width 128] [--tokens 256]
-        [--r 0.5 --r 1 ...] [--clip never|always|none] [--link 2e9 [--latency 20e-6]] [--json FILE]
+        [--r 0.5 --r 1 ...] [--clip never|always|none] [--link 2e9 [--latency 20e-6]]
+        [--processes 4] [--json FILE]
+
+Where a process's memory lies makes one loop of it some percent faster than another for all its
+rounds: with --processes, several measure `rounds` each, and the medians of their medians count.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
@@ -170,6 +177,30 @@ def measure_cell(
     }  # fmt: skip
 
 
+def in_processes(count: int) -> list[dict[str, Any]]:
+    """The cells that this command measures, each the median of several processes' ones."""
+    runs = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(count):
+            path = Path(folder) / f"{number}.json"
+            command = [sys.executable, *sys.argv, "--processes", "1", "--json", str(path)]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            runs.append(json.loads(path.read_text())["cells"])
+    return [_median_cell(list(cells)) for cells in zip(*runs, strict=True)]
+
+
+def _median_cell(cells: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of the lanes, and of the ratios: processes are not equally fast."""
+    lanes = {name: median(cell["lanes"][name] for cell in cells) for name in cells[0]["lanes"]}
+    binding = max(lanes, key=lambda name: lanes[name])
+    times = {
+        name: lanes[binding]
+        * median(cell["times"][name] / max(cell["lanes"].values()) for cell in cells)
+        for name in cells[0]["times"]
+    }
+    return {**cells[0], "lanes": lanes, "binding": binding, "times": times}
+
+
 def show(cells: list[dict[str, Any]], title: str) -> None:
     table = Table(title=title)
     names = list(cells[0]["times"])
@@ -206,12 +237,30 @@ def show(cells: list[dict[str, Any]], title: str) -> None:
               show_default=True, help="clip_grad_norm_: does it clip?")  # fmt: skip
 @click.option("--link", default=0.0, help="Bytes per second each way; 0: as fast as memory.")
 @click.option("--latency", default=0.0, help="Seconds that each copy over such a link takes more.")
+@click.option("--processes", default=1, show_default=True, help="Medians over so many.")
 @click.option("--json", "path", type=click.Path(dir_okay=False), help="Where the figures go.")
 def main(
     rounds: int, layers: int, width: int, tokens: int, ratios: tuple[float, ...], clip: str,
-    link: float, latency: float, path: str | None, against: tuple[str, ...],
+    link: float, latency: float, processes: int, path: str | None, against: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Print step times over the binding lane's for each strategy and r."""
+    if processes > 1:
+        cells = in_processes(processes)
+    else:
+        cells = measure(rounds, layers, width, tokens, ratios, clip, link, latency, against)
+    links = f"links {link:.1e} B/s, {latency:.1e} s a copy" if link else "links not throttled"
+    size = f"{layers} layers, width {width}, {tokens} tokens"
+    title = f"step / binding lane: {size}, clip {clip}, {links}"
+    show(cells, title)
+    print(f"load average {os.getloadavg()[0]:.1f}, {cells[0]['cores']}, torch {torch.__version__}")
+    if path:
+        Path(path).write_text(json.dumps({"title": title, "cells": cells}, indent=1))
+
+
+def measure(
+    rounds: int, layers: int, width: int, tokens: int, ratios: tuple[float, ...], clip: str,
+    link: float, latency: float, against: tuple[str, ...],
+) -> list[dict[str, Any]]:  # fmt: skip
     torch.set_num_threads(1)
     config = GPTConfig(num_layers=layers, width=width, num_heads=4, dropout=0.0)
     data = torch.randint(0, 256, (max(tokens // 128, 1), 129))
@@ -220,17 +269,10 @@ def main(
     cores = sorted(os.sched_getaffinity(0))
     part_cores(cores)
     seconds = median(alone.round(data, "none") for _ in range(5))
-    cells = [
+    return [
         measure_cell(config, data, r, seconds, rounds, clip, link, latency, cores, against)
         for r in ratios
     ]
-    links = f"links {link:.1e} B/s, {latency:.1e} s a copy" if link else "links not throttled"
-    size = f"{layers} layers, width {width}, {tokens} tokens"
-    title = f"step / binding lane: {size}, clip {clip}, {links}"
-    show(cells, title)
-    print(f"load average {os.getloadavg()[0]:.1f}, {cells[0]['cores']}, torch {torch.__version__}")
-    if path:
-        Path(path).write_text(json.dumps({"title": title, "cells": cells}, indent=1))
 
 
 if __name__ == "__main__":

@@ -297,9 +297,12 @@ void Engine::start_upload(int index, std::uint64_t priority) {
 }
 
 // With mutex_ held. Uploads what the traversal needs next, as far as slots are free or hold bytes
-// that are needed later.
+// that are needed later. Where two units more are here or on their way, the last slot's upload waits
+// for the next one: to wake the lane for each would cost the hook thread as much again.
 void Engine::prefetch() {
+  constexpr int kSlotsForPairs = 4;
   if (options_.synchronous_moves) return;
+  bool started = false;
   const int num_units = static_cast<int>(units_.size());
   int position = position_;
   Direction direction = direction_;
@@ -315,8 +318,10 @@ void Engine::prefetch() {
     ++seen;
     if (unit.state.residency != Residency::kHost || unit.given_out || unit.users > 0) continue;
     if (!unit.state.parameters_final()) continue;  // its own update asks again when done
+    if (seen == reach && reach >= kSlotsForPairs && !started) return;
     if (!take_slot(position)) return;
     start_upload(position, static_cast<std::uint64_t>(seen));
+    started = true;
   }
 }
 
