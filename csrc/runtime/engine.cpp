@@ -297,8 +297,8 @@ void Engine::start_upload(int index, std::uint64_t priority) {
 }
 
 // With mutex_ held. Uploads what the traversal needs next, as far as slots are free or hold bytes
-// that are needed later. Where two units more are here or on their way, the last slot's upload waits
-// for the next one: to wake the lane for each would cost the hook thread as much again.
+// that are needed later. Where two units more are here or on their way, the last slot's upload
+// waits for the next one: to wake the lane for each would cost the hook thread as much again.
 void Engine::prefetch() {
   constexpr int kSlotsForPairs = 4;
   if (options_.synchronous_moves) return;
