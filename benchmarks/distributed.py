@@ -3,10 +3,11 @@
     python benchmarks/distributed.py --ranks 2
     python benchmarks/distributed.py --ranks 2 --r 1 --link 200e6
 
-The same model, data, ranks and threads, over gloo. Both live in the same processes and take turns,
-a few steps each per round, so that whatever else the machine does falls on both. Printed: medians
-of a step, their ratio, the share of FSDP2's step that its optimizer takes, the predicted step, and
-how much of what ours does on the CPU lane is hidden: the steps wait for the rest.
+The same model, data, ranks and threads, over gloo. All live in the same processes and take turns,
+a few steps each per round, so that whatever else the machine does falls on all. The third is the
+same FSDP2 model whose updates are ours (ShardedUpdates). Printed: medians of a step, their ratios,
+the share of FSDP2's step that its optimizer takes, the predicted step, and how much of what ours
+does on the CPU lane is hidden: the steps wait for the rest.
 
 With --r both are ours, everything offloaded, in the order of autohete and of ZeRO-Offload (whose
 parameters stay on the device); updates are throttled to r times what a rank computes, links to
@@ -31,7 +32,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-from autohete import AutoHeteWrapper
+from autohete import AutoHeteWrapper, CPUAdamW, ShardedUpdates
 from autohete._C import CopyDirection
 from autohete.demo.gpt import GPT, GPTConfig
 from autohete.layout import safest_plan
@@ -41,15 +42,17 @@ from autohete.units import find_units
 Step = Callable[[], dict[str, float]]
 
 
-def fsdp2(model: nn.Module, size: int, batches: Any, optimizer_kind: str) -> Step:
-    mesh = init_device_mesh("cpu", (size,))
+def sharded(model: nn.Module, options: argparse.Namespace) -> None:
+    """Make it an FSDP2 model whose memory is on the host."""
+    mesh = init_device_mesh("cpu", (options.ranks,))
     policy = CPUOffloadPolicy(pin_memory=False)
+    keep = not options.peer_keeps_gathered
     for block in model.blocks:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh, offload_policy=policy)
-    fully_shard(model, mesh=mesh, offload_policy=policy)
-    kind = {"fused": True} if optimizer_kind == "fused" else {}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **kind)
+        fully_shard(block, mesh=mesh, offload_policy=policy, reshard_after_forward=keep)
+    fully_shard(model, mesh=mesh, offload_policy=policy, reshard_after_forward=keep)
 
+
+def step_of(model: nn.Module, optimizer: Any, batches: Any) -> Step:
     def step() -> dict[str, float]:
         start = time.perf_counter()
         model(*next(batches)).backward()
@@ -62,24 +65,30 @@ def fsdp2(model: nn.Module, size: int, batches: Any, optimizer_kind: str) -> Ste
     return step
 
 
+def fsdp2(model: nn.Module, batches: Any, options: argparse.Namespace) -> Step:
+    sharded(model, options)
+    kind = {"fused": True} if options.peer_adamw == "fused" else {}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, amsgrad=options.amsgrad, **kind)
+    return step_of(model, optimizer, batches)
+
+
+def fsdp2_with_our_updates(
+    model: nn.Module, batches: Any, options: argparse.Namespace
+) -> tuple[Step, ShardedUpdates]:
+    sharded(model, options)
+    optimizer = CPUAdamW(model.parameters(), lr=1e-4, amsgrad=options.amsgrad)
+    updates = ShardedUpdates(model, optimizer)
+    return step_of(model, optimizer, batches), updates
+
+
 def ours(
-    model: nn.Module, batches: Any, gpu_mem: str, **keywords: Any
+    model: nn.Module, batches: Any, gpu_mem: str, *, amsgrad: bool = False, **keywords: Any
 ) -> tuple[Step, AutoHeteWrapper]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, amsgrad=amsgrad)
     trained = AutoHeteWrapper(model, optimizer, gpu_mem=gpu_mem, profile_path=None, **keywords).to(
         "cpu"
     )
-
-    def step() -> dict[str, float]:
-        start = time.perf_counter()
-        trained(*next(batches)).backward()
-        before = time.perf_counter()
-        optimizer.step()
-        optimizer.zero_grad()
-        end = time.perf_counter()
-        return {"step": end - start, "optimizer": end - before}
-
-    return step, trained
+    return step_of(trained, optimizer, batches), trained
 
 
 def random_batches(options: argparse.Namespace, rank: int) -> Any:
@@ -104,19 +113,25 @@ def measure(rank: int, options: argparse.Namespace, store: str) -> None:
         measure_orders(rank, options, model)
         dist.destroy_process_group()
         return
-    batches = random_batches(options, rank)
-    peer = fsdp2(copy.deepcopy(model), size, batches, options.peer_adamw)
+    peer = fsdp2(copy.deepcopy(model), random_batches(options, rank), options)
+    mixed, updates = fsdp2_with_our_updates(
+        copy.deepcopy(model), random_batches(options, rank), options
+    )
     own, trained = ours(
         model,
         random_batches(options, rank),
         options.gpu_mem,
+        amsgrad=options.amsgrad,
         whole_gradients=not options.own_rows,
     )
-    for step in (peer, own):  # the first steps are measured for a plan, and warm up
+    for step in (peer, mixed, own):  # the first steps are measured for a plan, and warm up
         for _ in range(4):
             step()
     trained.synchronize()
-    seconds: dict[str, list[float]] = {"fsdp2": [], "fsdp2 optimizer": [], "ours": []}
+    updates.synchronize()
+    seconds: dict[str, list[float]] = {
+        name: [] for name in ("fsdp2", "fsdp2 optimizer", "fsdp2, our updates", "ours")
+    }
     before = trained.run.engine.counters()  # type: ignore[union-attr]
     for _ in range(options.rounds):
         dist.barrier()
@@ -124,12 +139,16 @@ def measure(rank: int, options: argparse.Namespace, store: str) -> None:
             times = peer()
             seconds["fsdp2"].append(times["step"])
             seconds["fsdp2 optimizer"].append(times["optimizer"])
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(options.steps):
-            own()
-        trained.synchronize()  # what runs on belongs to these steps
-        seconds["ours"].append((time.perf_counter() - start) / options.steps)
+        for name, step, whole in (
+            ("fsdp2, our updates", mixed, updates),
+            ("ours", own, trained),
+        ):
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(options.steps):
+                step()
+            whole.synchronize()  # what runs on belongs to these steps
+            seconds[name].append((time.perf_counter() - start) / options.steps)
     if rank == 0:
         show(options, model, seconds, trained)
         show_hidden(before, trained)
@@ -216,9 +235,10 @@ def show(
     print(f"{options.ranks} ranks, {number:.1f} M parameters, batch {options.batch} a rank, load "
           f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")  # fmt: skip
     for name, value in medians.items():
-        print(f"{name:16} {value * 1e3:8.1f} ms   from {min(seconds[name]) * 1e3:.1f}")
+        print(f"{name:18} {value * 1e3:8.1f} ms   from {min(seconds[name]) * 1e3:.1f}")
     share = medians["fsdp2 optimizer"] / medians["fsdp2"]
     print(f"ours / fsdp2     {medians['ours'] / medians['fsdp2']:.3f}")
+    print(f"fsdp2 with our updates / fsdp2 {medians['fsdp2, our updates'] / medians['fsdp2']:.3f}")
     print(f"optimizer's share of fsdp2's step s = {share:.2f}")
     report = trained.report()
     predicted = report.step_seconds_predicted
@@ -236,6 +256,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--gpu-mem", default="4GiB")
     parser.add_argument("--peer-adamw", choices=["fused", "default"], default="fused")
+    parser.add_argument(
+        "--peer-keeps-gathered", action="store_true", help="reshard_after_forward=False"
+    )
+    parser.add_argument("--amsgrad", action="store_true")
     parser.add_argument("--own-rows", action="store_true", help="whole_gradients=False")
     parser.add_argument("--r", type=float, default=0.0, help="updates over compute; two orders")
     parser.add_argument("--link", type=float, default=0.0, help="bytes a second each way, with --r")
