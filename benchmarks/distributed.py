@@ -5,9 +5,9 @@
 
 The same model, data, ranks and threads, over gloo. All live in the same processes and take turns,
 a few steps each per round, so that whatever else the machine does falls on all. The third is the
-same FSDP2 model whose updates are ours (ShardedUpdates). Printed: medians of a step, their ratios,
-the share of FSDP2's step that its optimizer takes, the predicted step, and how much of what ours
-does on the CPU lane is hidden: the steps wait for the rest.
+same FSDP2 model whose updates are ours (ShardedUpdates). Printed: medians of the rounds' mean steps
+and of each round's ratios, the share of FSDP2's step that its optimizer takes, the predicted step,
+and how much of what ours does on the CPU lane is hidden: the steps wait for the rest.
 
 With --r both are ours, everything offloaded, in the order of autohete and of ZeRO-Offload (whose
 parameters stay on the device); updates are throttled to r times what a rank computes, links to
@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from autohete import AutoHeteWrapper, CPUAdamW, ShardedUpdates
 from autohete._C import CopyDirection
@@ -46,10 +46,16 @@ def sharded(model: nn.Module, options: argparse.Namespace) -> None:
     """Make it an FSDP2 model whose memory is on the host."""
     mesh = init_device_mesh("cpu", (options.ranks,))
     policy = CPUOffloadPolicy(pin_memory=False)
-    keep = not options.peer_keeps_gathered
+    keywords: dict[str, Any] = {
+        "mesh": mesh,
+        "offload_policy": policy,
+        "reshard_after_forward": not options.peer_keeps_gathered,
+    }
+    if options.half:
+        keywords["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
     for block in model.blocks:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh, offload_policy=policy, reshard_after_forward=keep)
-    fully_shard(model, mesh=mesh, offload_policy=policy, reshard_after_forward=keep)
+        fully_shard(block, **keywords)
+    fully_shard(model, **keywords)
 
 
 def step_of(model: nn.Module, optimizer: Any, batches: Any) -> Step:
@@ -99,6 +105,11 @@ def random_batches(options: argparse.Namespace, rank: int) -> Any:
         yield data[:, :-1], data[:, 1:]
 
 
+def median_ratio(seconds: list[float], others: list[float]) -> float:
+    """Of each round by itself: what else the machine does falls on both."""
+    return statistics.median(a / b for a, b in zip(seconds, others, strict=True))
+
+
 def measure(rank: int, options: argparse.Namespace, store: str) -> None:
     size = options.ranks
     torch.set_num_threads(max((os.cpu_count() or 1) // size, 1))
@@ -118,10 +129,11 @@ def measure(rank: int, options: argparse.Namespace, store: str) -> None:
         copy.deepcopy(model), random_batches(options, rank), options
     )
     own, trained = ours(
-        model,
+        model.bfloat16() if options.half else model,
         random_batches(options, rank),
         options.gpu_mem,
         amsgrad=options.amsgrad,
+        precision="bf16" if options.half else None,
         whole_gradients=not options.own_rows,
     )
     for step in (peer, mixed, own):  # the first steps are measured for a plan, and warm up
@@ -135,10 +147,9 @@ def measure(rank: int, options: argparse.Namespace, store: str) -> None:
     before = trained.run.engine.counters()  # type: ignore[union-attr]
     for _ in range(options.rounds):
         dist.barrier()
-        for _ in range(options.steps):
-            times = peer()
-            seconds["fsdp2"].append(times["step"])
-            seconds["fsdp2 optimizer"].append(times["optimizer"])
+        taken = [peer() for _ in range(options.steps)]
+        seconds["fsdp2"].append(statistics.mean(t["step"] for t in taken))
+        seconds["fsdp2 optimizer"].append(statistics.mean(t["optimizer"] for t in taken))
         for name, step, whole in (
             ("fsdp2, our updates", mixed, updates),
             ("ours", own, trained),
@@ -181,12 +192,14 @@ def all_offloaded(model: nn.Module, strategy: str) -> Plan:
 def measure_orders(rank: int, options: argparse.Namespace, model: nn.Module) -> None:
     """Ours in two orders of work, lanes throttled alike."""
     batches = random_batches(options, rank)
-    for _ in range(3):  # forward and backward alone, all ranks at once
+    taken = []
+    for _ in range(7):  # forward and backward alone, all ranks at once
         dist.barrier()
         start = time.perf_counter()
         model(*next(batches)).backward()
-        compute = time.perf_counter() - start
+        taken.append(time.perf_counter() - start)
         model.zero_grad()
+    compute = statistics.median(taken[1:])
     everywhere = torch.tensor([compute])
     dist.all_reduce(everywhere)
     compute = everywhere.item() / options.ranks
@@ -219,7 +232,8 @@ def measure_orders(rank: int, options: argparse.Namespace, model: nn.Module) -> 
         medians = {name: statistics.median(values) for name, values in seconds.items()}
         for name, value in medians.items():
             print(f"{name:16} {value * 1e3:8.1f} ms   from {min(seconds[name]) * 1e3:.1f}")
-        print(f"zero_offload / autohete {medians['zero_offload'] / medians['autohete']:.3f}")
+        ratio = median_ratio(seconds["zero_offload"], seconds["autohete"])
+        print(f"zero_offload / autohete {ratio:.3f}")
     for _, trained in loops.values():
         trained.unwrap()
 
@@ -236,9 +250,10 @@ def show(
           f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")  # fmt: skip
     for name, value in medians.items():
         print(f"{name:18} {value * 1e3:8.1f} ms   from {min(seconds[name]) * 1e3:.1f}")
-    share = medians["fsdp2 optimizer"] / medians["fsdp2"]
-    print(f"ours / fsdp2     {medians['ours'] / medians['fsdp2']:.3f}")
-    print(f"fsdp2 with our updates / fsdp2 {medians['fsdp2, our updates'] / medians['fsdp2']:.3f}")
+    peer = seconds["fsdp2"]
+    print(f"ours / fsdp2     {median_ratio(seconds['ours'], peer):.3f}")
+    print(f"fsdp2 with our updates / fsdp2 {median_ratio(seconds['fsdp2, our updates'], peer):.3f}")
+    share = median_ratio(seconds["fsdp2 optimizer"], peer)
     print(f"optimizer's share of fsdp2's step s = {share:.2f}")
     report = trained.report()
     predicted = report.step_seconds_predicted
@@ -260,6 +275,9 @@ def main() -> None:
         "--peer-keeps-gathered", action="store_true", help="reshard_after_forward=False"
     )
     parser.add_argument("--amsgrad", action="store_true")
+    parser.add_argument(
+        "--half", action="store_true", help="bf16 parameters and gradients, masters in fp32"
+    )
     parser.add_argument("--own-rows", action="store_true", help="whole_gradients=False")
     parser.add_argument("--r", type=float, default=0.0, help="updates over compute; two orders")
     parser.add_argument("--link", type=float, default=0.0, help="bytes a second each way, with --r")

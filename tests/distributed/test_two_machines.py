@@ -17,6 +17,8 @@ SMALL = ["--layers", "4", "--width", "64", "--heads", "2", "--context", "64", "-
 RATE = "100mbit"
 SLOW = "4mbit"
 FAST = "10gbit"  # no hindrance: at RATE the exchange may bind already, where the cores are free
+# Namespaces and links are the whole system's: another run of these tests must not take ours down.
+OWN = f"ah{os.getpid()}"
 
 
 def ip(*arguments: str) -> None:
@@ -24,18 +26,18 @@ def ip(*arguments: str) -> None:
 
 
 def inside(machine: int, *command: str) -> list[str]:
-    return ["ip", "netns", "exec", f"autohete{machine}", *command]
+    return ["ip", "netns", "exec", f"{OWN}m{machine}", *command]
 
 
 def take_down() -> None:
     for machine in (0, 1):
-        subprocess.run(["ip", "netns", "del", f"autohete{machine}"], capture_output=True)
+        subprocess.run(["ip", "netns", "del", f"{OWN}m{machine}"], capture_output=True)
 
 
 def set_rate(rate: str) -> None:
     """Of the link, each way."""
     for machine in (0, 1):
-        command = f"tc qdisc replace dev ahlink{machine} root tbf rate {rate} burst 64kb latency 2s"
+        command = f"tc qdisc replace dev {OWN}l{machine} root tbf rate {rate} burst 64kb latency 2s"
         subprocess.run(inside(machine, *command.split()), check=True, capture_output=True)
 
 
@@ -43,16 +45,15 @@ def set_rate(rate: str) -> None:
 def machines() -> Iterator[None]:
     if not shutil.which("ip") or not shutil.which("tc"):
         pytest.skip("needs ip and tc (iproute2)")
-    take_down()
     try:
         for machine in (0, 1):
-            ip("netns", "add", f"autohete{machine}")
-        ip("link", "add", "ahlink0", "type", "veth", "peer", "name", "ahlink1")
+            ip("netns", "add", f"{OWN}m{machine}")
+        ip("link", "add", f"{OWN}l0", "type", "veth", "peer", "name", f"{OWN}l1")
         for machine in (0, 1):
-            ip("link", "set", f"ahlink{machine}", "netns", f"autohete{machine}")
+            ip("link", "set", f"{OWN}l{machine}", "netns", f"{OWN}m{machine}")
             for command in (
-                f"ip addr add 10.77.0.{machine + 1}/24 dev ahlink{machine}",
-                f"ip link set ahlink{machine} up",
+                f"ip addr add 10.77.0.{machine + 1}/24 dev {OWN}l{machine}",
+                f"ip link set {OWN}l{machine} up",
                 "ip link set lo up",
             ):
                 subprocess.run(inside(machine, *command.split()), check=True, capture_output=True)
@@ -90,7 +91,7 @@ def start_on_both(folder: Path, steps: int) -> list[subprocess.Popen[str]]:
             *["--nnodes", "2", "--node-rank", str(machine), "--nproc-per-node", "1"],
             *["--master-addr", "10.77.0.1", "--master-port", "29577"],
             steps=steps,
-            GLOO_SOCKET_IFNAME=f"ahlink{machine}",
+            GLOO_SOCKET_IFNAME=f"{OWN}l{machine}",
         )
         for machine in (0, 1)
     ]
