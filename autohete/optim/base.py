@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from autohete import _C
 from autohete.optim.checks import inverse_scale, whole_number
 from autohete.optim.sharded import PartOf, is_sharded
-from autohete.optim.states import FP32_KEYS, check_shapes, like, loaded_state
+from autohete.optim.states import FP32_KEYS, check_shapes, like, loaded_state, new_state
 
 __all__ = ["CPUOptimizer", "ReadUpdate"]
 
@@ -107,7 +107,9 @@ class CPUOptimizer(Optimizer):
         """Return the group's numbers as the kernel takes them."""
         raise NotImplementedError
 
-    def _complete(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def _complete(
+        self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
         """Make the state that is missing."""
         raise NotImplementedError
 
@@ -316,9 +318,9 @@ class CPUOptimizer(Optimizer):
             if type(tensor) not in _PLAIN and tensor.layout == torch.strided:
                 tensor.data_ptr()  # of a model wrapped with another optimizer: waits for it
         half = param.dtype != torch.float32
-        self._complete(param, state, group)
+        self._complete(param, grad, state, group)
         if half != ("master" in state):
-            self._complete_master(param, state)
+            self._complete_master(param, grad, state)
         work: Tensor = param
         plain = param.is_contiguous()
         odd = not (plain and grad.is_contiguous())
@@ -354,10 +356,10 @@ class CPUOptimizer(Optimizer):
                 f"{self._name}: a parameter is {param.dtype}, expected float32, bfloat16 or float16"
             )
 
-    def _complete_master(self, param: Tensor, state: dict[str, Any]) -> None:
+    def _complete_master(self, param: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
         """Give a half parameter its master; take it from one that has become fp32 since."""
         if param.dtype == torch.float32:
             del state["master"]
         else:
             self._check_param(param)
-            state["master"] = param.detach().to(torch.float32, memory_format=torch.preserve_format)
+            state["master"] = new_state(param, state, torch.float32, grad).copy_(param.detach())

@@ -12,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 from autohete import _C
 from autohete.optim.base import CPUOptimizer
 from autohete.optim.checks import check_betas, check_not_negative, two_betas
+from autohete.optim.states import new_state
 
 __all__ = ["CPULion"]
 
@@ -70,12 +71,12 @@ class CPULion(CPUOptimizer):
             grad_scale=self._grad_scale(),
         )
 
-    def _complete(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def _complete(
+        self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
         if "exp_avg" not in state:
             self._check_param(param)
-            state["exp_avg"] = torch.zeros_like(
-                param, dtype=torch.float32, memory_format=torch.preserve_format
-            )
+            state["exp_avg"] = new_state(param, state, torch.float32, grad).zero_()
 
     def _native_update(
         self,

@@ -7,9 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["FP32_KEYS", "check_shapes", "like", "loaded_state"]
+from autohete import _C
+
+__all__ = ["FP32_KEYS", "check_shapes", "like", "loaded_state", "new_state"]
 
 FP32_KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master")
+
+
+def new_state(
+    param: Tensor, state: dict[str, Any], dtype: torch.dtype, grad: Tensor | None = None
+) -> Tensor:
+    """Return a tensor laid out as its parameter, with undefined values, to join `state`.
+
+    A large one begins at another place of a large page than the parameter, the rest of the state
+    and the gradient, which an update walks beside it.
+    """
+    made = torch.empty_like(param, dtype=dtype, device="cpu", memory_format=torch.preserve_format)
+    others = [param, grad, *state.values()]
+    _C.begin_apart(made, [other for other in others if isinstance(other, Tensor)])
+    return made
 
 
 def like(tensor: Tensor, model: Tensor) -> Tensor:
@@ -44,9 +60,7 @@ def loaded_state(
             state[key] = value.detach().clone()
         elif key in FP32_KEYS and isinstance(value, Tensor):
             dtype = torch.float32 if key == "master" else moment_dtype
-            state[key] = torch.empty_like(
-                param, dtype=dtype, device="cpu", memory_format=torch.preserve_format
-            ).copy_(value.detach())
+            state[key] = new_state(param, state, dtype).copy_(value.detach())
         else:
             state[key] = value.clone() if isinstance(value, Tensor) else value
     return state

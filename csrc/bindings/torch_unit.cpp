@@ -52,27 +52,20 @@ TorchUnit::TorchUnit(std::string name, const std::vector<at::Tensor>& parameters
       amsgrad_(amsgrad),
       own_gradients_(rank.own_gradients) {
   AH_ASSERT(parameters.size() == masters.size() && parameters.size() == updated.size());
+  std::vector<StreamSizes> sizes;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     TorchParameter parameter;
-    parameter.value = HomedTensor(parameters[i], param_bytes_);
+    parameter.value = HomedTensor(parameters[i], 0);
     cut(parameter, rank);
-    const std::size_t bytes = align_up(parameters[i].nbytes());
-    param_bytes_ += bytes;
     if (updated[i]) {
       parameter.has_room = true;
       to_dtype(parameters[i].scalar_type());
       parameter.group = 0;
-      parameter.gradient_offset = gradient_bytes_;
-      gradient_bytes_ += bytes;
-      parameter.state_offset = state_bytes_;
     }
-    if (updated[i] && with_state) {
-      state_bytes_ += 4 * parameter.state_array_bytes();
-      if (!parameter.is_half()) state_bytes_ -= parameter.state_array_bytes();
-      if (!amsgrad) state_bytes_ -= parameter.state_array_bytes();
-    }
+    sizes.push_back(parameter.sizes(with_state, amsgrad));
     parameters_.push_back(std::move(parameter));
   }
+  take_layout(lay_out(sizes));
   const bool any = std::find(updated.begin(), updated.end(), true) != updated.end();
   if (with_state && any) state_bytes_ = std::max(state_bytes_, kBlockAlignment);
   plan_ = plan;
@@ -87,6 +80,29 @@ TorchUnit::TorchUnit(std::string name, const std::vector<at::Tensor>& parameters
     parameter.value.move_into(newest_block(), device_);
   }
   take_edits(copy);
+}
+
+void TorchUnit::take_layout(const UnitLayout& layout) {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    TorchParameter& parameter = parameters_[i];
+    parameter.offsets = layout.offsets[i];
+    parameter.value = HomedTensor(parameter.value.tensor(), parameter.offsets.param);
+  }
+  param_bytes_ = layout.param_bytes;
+  gradient_bytes_ = layout.gradient_bytes;
+  state_bytes_ = layout.state_bytes;
+  gradient_gaps_ = layout.gradient_gaps;
+  spare_lead_ = layout.spare_lead;
+}
+
+StreamSizes TorchParameter::sizes(bool with_state, bool amsgrad) const {
+  StreamSizes sizes;
+  sizes.bytes = value.tensor().nbytes();
+  sizes.part_begin = part_begin * value.tensor().element_size();
+  sizes.array_bytes = part_numel * sizeof(float);
+  sizes.has_gradient = has_room;
+  if (has_room && with_state) sizes.has_array = {true, true, amsgrad, is_half()};
+  return sizes;
 }
 
 // This rank's part of the parameter.
@@ -312,7 +328,7 @@ void TorchUnit::lay_out_like_parameter(std::size_t i) {
     HomedTensor& array = *arrays[index];
     if (!array.defined() || array.tensor().strides() == value.strides()) continue;
     const at::Tensor old = array.tensor().clone();
-    array = state_array(i, index, part_from(array));
+    array = state_array(i, index, part_from(parameter, array));
     array.tensor().copy_(old);
     if (relaid_.empty() || relaid_.back() != i) relaid_.push_back(i);
   }
