@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections.abc
 import torch
 import typing
-__all__: list[str] = ['ActivationRule', 'AdamHyper', 'Budgets', 'CopyDirection', 'DeviceHandle', 'Direction', 'Engine', 'Formulation', 'Goal', 'HardwareProfile', 'HostMachine', 'InfeasibleError', 'KeptAdamW', 'KeptLion', 'KeptSgd', 'LionHyper', 'Plan', 'PlannerOptions', 'Profile', 'RankProfile', 'Segment', 'SegmentCounts', 'SgdHyper', 'SimulatedLane', 'SimulatedSpan', 'Simulation', 'SimulationPolicy', 'Tier', 'UNIT_EVENTS', 'UnitPlan', 'UnitProfile', 'UpdateStats', 'Workers', 'adamw_', 'begin_apart', 'block_bytes', 'cast_', 'cgroup_cpu_quota', 'change_class', 'change_class_of_gradients', 'content_hash', 'copy_', 'cpu_features', 'cpus_for_rank', 'decode_plan', 'default_num_workers', 'device_peak_bytes', 'device_visits', 'finish_plan', 'formulate', 'gradient_stats', 'host_bytes', 'lane_seconds', 'lion_', 'minimum_device_bytes', 'minimum_host_bytes', 'next_unit_state', 'next_use_distance', 'policy_of', 'predict_plan', 'release_file_pages', 'require_feasible', 'require_within', 'search_plan', 'sgd_', 'simulate', 'squared_norm', 'validate_hardware', 'validate_plan', 'validate_profile']
+__all__: list[str] = ['ActivationRule', 'AdamHyper', 'Budgets', 'CopyDirection', 'DeviceHandle', 'Direction', 'Engine', 'Formulation', 'Goal', 'HardwareProfile', 'HostMachine', 'InfeasibleError', 'KeptAdamW', 'KeptLion', 'KeptSgd', 'LionHyper', 'Plan', 'PlannerOptions', 'Profile', 'RankProfile', 'Segment', 'SegmentCounts', 'SgdHyper', 'SimulatedLane', 'SimulatedSpan', 'Simulation', 'SimulationPolicy', 'TensorPool', 'Tier', 'UNIT_EVENTS', 'UnitPlan', 'UnitProfile', 'UpdateStats', 'Workers', 'adamw_', 'begin_apart', 'block_bytes', 'cast_', 'cgroup_cpu_quota', 'change_class', 'change_class_of_gradients', 'content_hash', 'copy_', 'cpu_features', 'cpus_for_rank', 'decode_plan', 'default_num_workers', 'device_peak_bytes', 'device_visits', 'finish_plan', 'formulate', 'gradient_stats', 'host_bytes', 'lane_seconds', 'lion_', 'minimum_device_bytes', 'minimum_host_bytes', 'next_unit_state', 'next_use_distance', 'policy_of', 'predict_plan', 'release_file_pages', 'require_feasible', 'require_within', 'search_plan', 'sgd_', 'simulate', 'squared_norm', 'validate_hardware', 'validate_plan', 'validate_profile']
 class UpdateStats:
     """
     By-products of one pass over gradients.
@@ -111,6 +111,16 @@ class KeptLion:
     def run(self, workers: Workers, params: list[typing.Any], hypers: list[typing.Any], state: typing.Any) -> bool:
         """
         Make them with the present gradients and one hyper a group. False: something is not as it was, and nothing has been written.
+        """
+class TensorPool:
+    """
+    Memory for many small tensors that are walked one after the other.
+    """
+    def __init__(self, bytes: typing.SupportsInt | typing.SupportsIndex, number: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    def give(self, tensor: typing.Any) -> bool:
+        """
+        Give a new tensor, nothing of which has been written, the next piece; False: no room.
         """
 class Tier:
     """

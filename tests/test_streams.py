@@ -128,6 +128,88 @@ def test_a_copied_optimizer_goes_on_with_the_bits_of_the_first() -> None:
         assert torch.equal(value, second.state[parameters[0]][key]), key
 
 
+# ---------------------------------------------------------------- many small tensors
+
+SMALL = 9_999  # not a whole number of cache lines
+
+
+def with_small_ones(number: int, make: Any = CPUAdamW) -> tuple[list[Tensor], Any]:
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(SMALL)) for _ in range(number)]
+    for parameter in parameters:
+        parameter.grad = torch.randn(SMALL)
+    optimizer = make(parameters)
+    optimizer.step()
+    return parameters, optimizer
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_small_states_of_one_kind_lie_one_behind_the_other_and_kinds_begin_apart(
+    loaded: bool,
+) -> None:
+    parameters, optimizer = with_small_ones(80)
+    if loaded:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    states = [state_streams(optimizer.state[p]) for p in parameters]
+    piece = -(-4 * SMALL // 64) * 64
+    for key in ("exp_avg", "exp_avg_sq"):
+        first = states[0][key]
+        assert [s[key] for s in states] == [first + piece * i for i in range(80)]
+    for streams in states:
+        assert_apart(streams)
+
+
+def test_small_states_have_the_values_of_a_large_one() -> None:
+    parameters, optimizer = with_small_ones(80)
+    whole = nn.Parameter(torch.empty(80 * SMALL))
+    torch.manual_seed(0)
+    whole.data = torch.cat([torch.randn(SMALL) for _ in range(80)])
+    whole.grad = torch.cat([p.grad for p in parameters])
+    one = CPUAdamW([whole])
+    one.step()
+    for _ in range(3):
+        optimizer.step()
+        one.step()
+    assert torch.equal(torch.cat(parameters), whole)
+    for key in ("exp_avg", "exp_avg_sq"):
+        values = torch.cat([optimizer.state[p][key] for p in parameters])
+        assert torch.equal(values, one.state[whole][key])
+
+
+def test_a_small_state_outlives_the_optimizer_that_gave_it_memory() -> None:
+    parameters, optimizer = with_small_ones(80)
+    kept = optimizer.state[parameters[40]]["exp_avg"]
+    values = kept.clone()
+    del optimizer, parameters
+    with_small_ones(80)  # would write where it was
+    assert torch.equal(kept, values)
+
+
+def test_states_that_are_made_again_get_memory_again() -> None:
+    parameters, optimizer = with_small_ones(80)
+    for parameter in parameters[:50]:
+        optimizer.state[parameter].clear()
+    held = {id(p): optimizer.state[p]["exp_avg"].clone() for p in parameters[50:]}
+    for parameter in parameters[50:]:
+        parameter.grad = None
+    optimizer.step()
+    for parameter in parameters[:50]:
+        assert torch.equal(optimizer.state[parameter]["step"], torch.tensor(1.0))
+    for parameter in parameters[50:]:
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], held[id(parameter)])
+
+
+def test_a_group_added_later_gets_memory_of_its_own() -> None:
+    parameters, optimizer = with_small_ones(80)
+    more = [nn.Parameter(torch.randn(SMALL)) for _ in range(80)]
+    for parameter in more:
+        parameter.grad = torch.randn(SMALL)
+    optimizer.add_param_group({"params": more})
+    optimizer.step()
+    places = sorted(optimizer.state[p]["exp_avg"].data_ptr() for p in parameters + more)
+    assert all(b - a >= 4 * SMALL for a, b in itertools.pairwise(places))
+
+
 # ---------------------------------------------------------------- the engine's blocks
 
 

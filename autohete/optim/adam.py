@@ -18,7 +18,6 @@ from autohete.optim.checks import (
     two_betas,
     whole_number,
 )
-from autohete.optim.states import new_state
 
 __all__ = ["CPUAdam", "CPUAdamW", "hyper_of"]
 
@@ -144,7 +143,7 @@ class CPUAdamW(CPUOptimizer):
             state["step"] = torch.tensor(float(state.get("step", 0.0)), dtype=torch.float32)
         for key in _MOMENTS if amsgrad else _MOMENTS[:2]:
             if key not in state:
-                state[key] = new_state(param, state, self._moment_dtype, grad).zero_()
+                state[key] = self._new_state(key, param, grad, state, self._moment_dtype).zero_()
 
     def _native_update(
         self,

@@ -13,7 +13,14 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from autohete import _C
 from autohete.optim.checks import inverse_scale, whole_number
 from autohete.optim.sharded import PartOf, is_sharded
-from autohete.optim.states import FP32_KEYS, check_shapes, like, loaded_state, new_state
+from autohete.optim.states import (
+    FP32_KEYS,
+    StatePools,
+    check_shapes,
+    like,
+    loaded_state,
+    new_state,
+)
 
 __all__ = ["CPUOptimizer", "ReadUpdate"]
 
@@ -67,6 +74,7 @@ class CPUOptimizer(Optimizer):
     _num_workers: int | None = None
     _workers: _C.Workers | None = None  # made at the first step; not part of pickles and copies
     _kept_updates: Any | None = None  # of the last step; not part of them either
+    _pools: StatePools | None = None  # of small states to come; not part of them
     _beside: Beside | None = None  # who makes the updates, if not step() itself; nor is this
     _moment_dtype = torch.float32
     _main_state = "exp_avg"  # where it is laid out as the parameter, the other states are too
@@ -143,6 +151,7 @@ class CPUOptimizer(Optimizer):
         """Add a group, checking its hyper-parameters and the dtypes of its parameters."""
         self._settle()
         super().add_param_group(param_group)
+        self._pools = None
         group = self.param_groups[-1]
         try:
             self._check_group(group)
@@ -188,10 +197,13 @@ class CPUOptimizer(Optimizer):
         if self._beside is not None:
             self._beside.loaded()
         # torch has cast the state of half parameters down to their dtype; take it again.
+        self._pools = None
         for name, param in self._places_in(final[0]):
             if name in final[0]["state"]:
                 saved = final[0]["state"][name]
-                self.state[param] = loaded_state(param, saved, self._moment_dtype)
+                self.state[param] = loaded_state(
+                    param, saved, self._moment_dtype, self._the_pools()
+                )
 
     def _places_in(self, state_dict: dict[str, Any]) -> list[tuple[Any, Tensor]]:
         """Return each parameter behind the name that a state dict has for it, by order."""
@@ -275,6 +287,17 @@ class CPUOptimizer(Optimizer):
         if self._workers is None:
             self._workers = _C.Workers(self._num_workers or _C.default_num_workers())
         return self._workers
+
+    def _the_pools(self) -> StatePools:
+        if self._pools is None:
+            self._pools = StatePools([p for group in self.param_groups for p in group["params"]])
+        return self._pools
+
+    def _new_state(
+        self, key: str, param: Tensor, grad: Tensor, state: dict[str, Any], dtype: torch.dtype
+    ) -> Tensor:
+        """Return what is to be state[key], with undefined values."""
+        return new_state(key, param, state, dtype, grad, self._the_pools())
 
     def _update(
         self,
@@ -362,4 +385,6 @@ class CPUOptimizer(Optimizer):
             del state["master"]
         else:
             self._check_param(param)
-            state["master"] = new_state(param, state, torch.float32, grad).copy_(param.detach())
+            state["master"] = self._new_state("master", param, grad, state, torch.float32).copy_(
+                param.detach()
+            )

@@ -12,7 +12,6 @@ from torch.optim.optimizer import ParamsT
 from autohete import _C
 from autohete.optim.base import CPUOptimizer
 from autohete.optim.checks import check_betas, check_not_negative, two_betas
-from autohete.optim.states import new_state
 
 __all__ = ["CPULion"]
 
@@ -76,7 +75,7 @@ class CPULion(CPUOptimizer):
     ) -> None:
         if "exp_avg" not in state:
             self._check_param(param)
-            state["exp_avg"] = new_state(param, state, torch.float32, grad).zero_()
+            state["exp_avg"] = self._new_state("exp_avg", param, grad, state, torch.float32).zero_()
 
     def _native_update(
         self,

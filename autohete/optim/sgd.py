@@ -12,7 +12,6 @@ from torch.optim.optimizer import ParamsT
 from autohete import _C
 from autohete.optim.base import CPUOptimizer
 from autohete.optim.checks import check_not_negative
-from autohete.optim.states import new_state
 
 __all__ = ["CPUSGD"]
 
@@ -106,7 +105,7 @@ class CPUSGD(CPUOptimizer):
         first = buffer is None
         if buffer is None:
             near = dict(state, half=half)
-            buffer = new_state(param, near, param.dtype, grad)
+            buffer = self._new_state("momentum_buffer", param, grad, near, param.dtype)
             after.append(partial(state.__setitem__, "momentum_buffer", buffer))
         return (hyper, first, grad, param, buffer, half)
 

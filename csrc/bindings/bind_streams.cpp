@@ -51,6 +51,37 @@ void begin_apart(py::handle object, const py::list& others) {
   storage.set_data_ptr_noswap({data, memory.release(), &unmap, storage.device()});
 }
 
+// Memory for many small tensors that are walked one after the other: they lie so, on large pages.
+// It is there for as long as the pool or one of them is.
+class TensorPool {
+ public:
+  // Room for `bytes`; `number` pools that are walked side by side begin apart.
+  TensorPool(std::size_t bytes, std::size_t number)
+      : memory_(std::make_shared<MappedMemory>(number * kStreamStep + bytes)),
+        at_(number * kStreamStep) {}
+
+  // Gives a new tensor, nothing of which has been written, the next piece. False: no room.
+  bool give(py::handle object) {
+    const at::Tensor tensor = unpack("TensorPool.give", "tensor", object).tensor;
+    const std::size_t bytes = tensor.storage().nbytes();
+    const std::size_t rounded =
+        (bytes + kTensorAlignment - 1) / kTensorAlignment * kTensorAlignment;
+    if (rounded > memory_->mapped_bytes() - at_) return false;
+    auto held = std::make_unique<Held>(memory_);
+    c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+    storage.set_data_ptr_noswap({memory_->data() + at_, held.release(), &let_go, storage.device()});
+    at_ += rounded;
+    return true;
+  }
+
+ private:
+  using Held = std::shared_ptr<MappedMemory>;
+  static void let_go(void* context) { delete static_cast<Held*>(context); }
+
+  const Held memory_;
+  std::size_t at_;
+};
+
 std::tuple<std::size_t, std::size_t, std::size_t> block_bytes(
     const std::vector<std::tuple<std::size_t, std::size_t, bool>>& parameters, bool with_state,
     bool amsgrad) {
@@ -72,6 +103,11 @@ void bind_streams(py::module_& module) {
   module.def("begin_apart", &begin_apart, py::arg("tensor"), py::arg("others"),
              "Give a new tensor, nothing of which has been written, memory that begins at another "
              "place of a large page than the others do. A small one keeps its own.");
+  py::class_<TensorPool>(module, "TensorPool",
+                         "Memory for many small tensors that are walked one after the other.")
+      .def(py::init<std::size_t, std::size_t>(), py::arg("bytes"), py::arg("number"))
+      .def("give", &TensorPool::give, py::arg("tensor"),
+           "Give a new tensor, nothing of which has been written, the next piece; False: no room.");
   module.def("block_bytes", &block_bytes, py::arg("parameters"), py::arg("with_state"),
              py::arg("amsgrad"),
              "Bytes of a unit's blocks of parameters, gradients and optimizer state; of each "

@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -53,12 +54,27 @@ class DictLook {
 struct KeptTensor {
   py::object object;
   void* memory;
+  const c10::TensorImpl* held;  // where to look ahead, see ask_for()
   at::ScalarType dtype;
 
   explicit KeptTensor(py::object of)
-      : object(std::move(of)), memory(tensor().mutable_data_ptr()), dtype(tensor().scalar_type()) {}
+      : object(std::move(of)),
+        memory(tensor().mutable_data_ptr()),
+        held(tensor().unsafeGetTensorImpl()),
+        dtype(tensor().scalar_type()) {}
 
   const at::Tensor& tensor() const { return THPVariable_Unpack(object.ptr()); }
+
+  void ask_for() const {
+    __builtin_prefetch(object.ptr());
+    const auto* impl = reinterpret_cast<const char*>(held);
+    for (std::size_t byte = 0; byte < sizeof(c10::TensorImpl); byte += 64)
+      __builtin_prefetch(impl + byte);
+  }
+  // `held` is the tensor's still, or the memory is at least that of a tensor: the object is kept.
+  void ask_for_storage() const {
+    __builtin_prefetch(tensor().unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+  }
 
   bool same(at::IntArrayRef sizes) const {
     const at::Tensor& now = tensor();
@@ -70,7 +86,8 @@ struct KeptTensor {
 template <typename Span>
 class KeptUpdates {
  public:
-  using Update = UpdateStats (*)(const Span*, std::size_t, Workers&, CpuLevel, bool);
+  using Update = UpdateStats (*)(const Span*, std::size_t, Workers&, CpuLevel, bool,
+                                 const std::function<void()>&);
 
   // `params`: the parameters of all groups in their order; `groups`: each one's group; `updates`:
   // each one's update as adamw_() and its like take it, or None without a gradient; `state`: the
@@ -94,17 +111,12 @@ class KeptUpdates {
   // group. False: something is not as it was; nothing has been written.
   bool run(Workers& workers, const py::list& params, const py::list& hypers,
            const py::object& state) {
-    CallTensors call = {where_};
     if (!state.is(state_.dict()) || !same(params) || !take_gradients(params) ||
-        !take_numbers(call, hypers))
+        !take_numbers(hypers))
       return false;
     {
       py::gil_scoped_release release;
-      update_(spans_.data(), spans_.size(), workers, cpu_level(), false);
-    }
-    call.finish();
-    for (const Kept& kept : kept_) {
-      for (const KeptTensor& tensor : kept.tensors) bump(tensor.tensor());
+      update_(spans_.data(), spans_.size(), workers, cpu_level(), false, [&] { note_written(); });
     }
     return true;
   }
@@ -141,13 +153,36 @@ class KeptUpdates {
     py::object param;
     PyTypeObject* type;  // one that moves wears another class
     py::object step{};
-    std::vector<KeptTensor> tensors{};  // none: without an update; else the parameter first
+    const at::Tensor* counter = nullptr;  // the step where that is a tensor
+    std::vector<KeptTensor> tensors{};    // none: without an update; else the parameter first
   };
+
+  // Memory that the loops below are about to look at. An update has passed by since they last did,
+  // so none of it is in the caches (measured with 1000 tensors of 10,000, see docs/results).
+  void ask_for(std::size_t i) const {
+    constexpr std::size_t kAhead = 6;
+    if (i + kAhead < kept_.size()) {
+      for (const KeptTensor& tensor : kept_[i + kAhead].tensors) tensor.ask_for();
+    }
+    if (i + kAhead / 2 < kept_.size()) {
+      for (const KeptTensor& tensor : kept_[i + kAhead / 2].tensors) tensor.ask_for_storage();
+    }
+  }
+
+  // Counts the steps and tells autograd. Without the GIL, while workers update: references are
+  // neither taken nor given up here, and Python is asked nothing.
+  void note_written() const {
+    for (std::size_t i = 0; i < kept_.size(); ++i) {
+      for (const KeptTensor& tensor : kept_[i].tensors) bump(tensor.tensor());
+      if (kept_[i].counter != nullptr) count_on(*kept_[i].counter);
+    }
+  }
 
   void read_one(CallTensors& call, Kept& kept, const py::tuple& update) {
     Span& span = spans_.emplace_back();
     read(call, update, py::none(), span);
     kept.step = update[kStep];
+    if (THPVariable_Check(kept.step.ptr())) kept.counter = &THPVariable_Unpack(kept.step.ptr());
     for (std::size_t place = kParam; place < update.size(); ++place) {
       if (!THPVariable_Check(update[place].ptr())) continue;
       kept.tensors.emplace_back(py::object(update[place]));
@@ -160,6 +195,7 @@ class KeptUpdates {
       if (!values.same()) return false;
     }
     for (std::size_t i = 0; i < kept_.size(); ++i) {
+      ask_for(i);
       const Kept& kept = kept_[i];
       PyObject* param = PyList_GET_ITEM(params.ptr(), static_cast<Py_ssize_t>(i));
       if (param != kept.param.ptr() || Py_TYPE(param) != kept.type) return false;
@@ -202,7 +238,7 @@ class KeptUpdates {
     return true;
   }
 
-  bool take_numbers(CallTensors& call, const py::list& hypers) {
+  bool take_numbers(const py::list& hypers) {
     std::vector<decltype(Span::hyper)> values;
     for (const auto& hyper : hypers) values.push_back(hyper.template cast<decltype(Span::hyper)>());
     std::size_t at = 0;
@@ -212,7 +248,7 @@ class KeptUpdates {
       const auto& hyper = values.at(groups_.at(i));
       if (!same_tensors(span.hyper, hyper)) return false;
       span.hyper = hyper;
-      if (!take_step(call, kept_[i].step, span)) return false;
+      if (!take_step(kept_[i], span)) return false;
     }
     return true;
   }
@@ -226,12 +262,23 @@ class KeptUpdates {
     return (a.momentum != 0) == (b.momentum != 0);
   }
 
-  bool take_step(CallTensors& call, const py::object& step, AdamSpan& span) const {
-    span.step = next_step(where_, step, call.counters);
+  // A counter that is not what it was, or cannot count on, is the affair of who reads anew.
+  bool take_step(const Kept& kept, AdamSpan& span) const {
+    if (kept.counter == nullptr) {
+      span.step = kept.step.template cast<double>();
+      return true;
+    }
+    const at::Tensor& step = *kept.counter;
+    const auto dtype = step.scalar_type();
+    const bool is_one = step.is_cpu() && step.layout() == at::kStrided && step.numel() == 1 &&
+                        !step.unsafeGetTensorImpl()->is_python_dispatch() &&
+                        (dtype == at::kFloat || dtype == at::kDouble || dtype == at::kLong);
+    if (!is_one || !counts_as_it_is(step)) return false;
+    span.step = count_of(step) + 1.0;
     return true;
   }
-  bool take_step(CallTensors&, const py::object&, LionSpan&) const { return true; }
-  bool take_step(CallTensors&, const py::object&, SgdSpan& span) const {
+  bool take_step(const Kept&, LionSpan&) const { return true; }
+  bool take_step(const Kept&, SgdSpan& span) const {
     return span.hyper.momentum == 0 || !span.first;
   }
 
