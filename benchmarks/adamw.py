@@ -189,7 +189,7 @@ def deepspeed_adam(params: list[torch.nn.Parameter]) -> Any | None:
 def fp32_step(
     sizes: list[int],
     workers: _C.Workers,
-    stick: list[Competitor],
+    stick: Callable[[], list[Competitor]] = list,
     foreach: bool = True,
     our_memory: bool = False,
 ) -> list[Competitor]:
@@ -206,7 +206,7 @@ def fp32_step(
         competitors.append(("torch foreach", moved(torch.optim.AdamW(params(), foreach=True)).step))
     if (peer := deepspeed_adam(params())) is not None:
         competitors.append(("DeepSpeedCPUAdam", moved(peer).step))
-    return competitors + stick
+    return competitors + stick()
 
 
 def separate_passes(optimizer: Any, numel: int, ours: bool) -> Callable[[], None]:
@@ -249,7 +249,7 @@ def one_pass(
 
 
 def half_step(
-    numel: int, workers: _C.Workers, stick: list[Competitor], our_memory: bool
+    numel: int, workers: _C.Workers, stick: Callable[[], list[Competitor]], our_memory: bool
 ) -> list[Competitor]:
     moved = in_our_memory if our_memory else (lambda optimizer: optimizer)
     fused = moved(torch.optim.AdamW(parameters([numel], our_memory), fused=True))
@@ -261,19 +261,7 @@ def half_step(
     if (peer := deepspeed_adam(parameters([numel], our_memory))) is not None:
         passes = separate_passes(moved(peer), numel, our_memory)
         competitors.append(("DeepSpeed, separate passes", passes))
-    return competitors + stick
-
-
-def fp32_table(
-    numel: int, workers: _C.Workers, stick: Callable[[], list[Competitor]], our_memory: bool
-) -> list[Competitor]:
-    return fp32_step([numel], workers, stick(), our_memory=our_memory)
-
-
-def half_table(
-    numel: int, workers: _C.Workers, stick: Callable[[], list[Competitor]], our_memory: bool
-) -> list[Competitor]:
-    return half_step(numel, workers, stick(), our_memory)
+    return competitors + stick()
 
 
 def moments(numel: int, workers: _C.Workers) -> list[Competitor]:
@@ -351,17 +339,19 @@ def main() -> None:
     for n in args.numel:
         stick = partial(yardstick, args.yardstick, n, workers.num_workers, args.our_memory)
         size = f"{n:,} parameters"
-        compare(f"{size}, fp32", partial(fp32_table, n, workers, stick, args.our_memory))
+        compare(
+            f"{size}, fp32", partial(fp32_step, [n], workers, stick, our_memory=args.our_memory)
+        )
         compare(
             f"{size}, bf16 gradient and copy, fp32 master",
-            partial(half_table, n, workers, stick, args.our_memory),
+            partial(half_step, n, workers, stick, args.our_memory),
         )
         compare(
             f"{size}, bf16 gradient, in and out of place", partial(in_and_out_of_place, n, workers)
         )
         compare(f"{size}, bf16 moments", partial(moments, n, workers))
-    compare("1000 tensors of 10,000, fp32", partial(fp32_step, [10_000] * 1000, workers, []))
-    compare("1000 tensors of 10, fp32", partial(fp32_step, [10] * 1000, workers, []))
+    compare("1000 tensors of 10,000, fp32", partial(fp32_step, [10_000] * 1000, workers))
+    compare("1000 tensors of 10, fp32", partial(fp32_step, [10] * 1000, workers))
     compare("10,000,000 parameters by instruction set", partial(levels, 10_000_000, workers))
     compare("100,000 (in cache) by instruction set", partial(levels, 100_000, workers), repeat=20)
     print(f"\nload after: {os.getloadavg()[0]:.2f}")

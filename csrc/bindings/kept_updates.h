@@ -54,27 +54,12 @@ class DictLook {
 struct KeptTensor {
   py::object object;
   void* memory;
-  const c10::TensorImpl* held;  // where to look ahead, see ask_for()
   at::ScalarType dtype;
 
   explicit KeptTensor(py::object of)
-      : object(std::move(of)),
-        memory(tensor().mutable_data_ptr()),
-        held(tensor().unsafeGetTensorImpl()),
-        dtype(tensor().scalar_type()) {}
+      : object(std::move(of)), memory(tensor().mutable_data_ptr()), dtype(tensor().scalar_type()) {}
 
   const at::Tensor& tensor() const { return THPVariable_Unpack(object.ptr()); }
-
-  void ask_for() const {
-    __builtin_prefetch(object.ptr());
-    const auto* impl = reinterpret_cast<const char*>(held);
-    for (std::size_t byte = 0; byte < sizeof(c10::TensorImpl); byte += 64)
-      __builtin_prefetch(impl + byte);
-  }
-  // `held` is the tensor's still, or the memory is at least that of a tensor: the object is kept.
-  void ask_for_storage() const {
-    __builtin_prefetch(tensor().unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
-  }
 
   bool same(at::IntArrayRef sizes) const {
     const at::Tensor& now = tensor();
@@ -157,18 +142,6 @@ class KeptUpdates {
     std::vector<KeptTensor> tensors{};    // none: without an update; else the parameter first
   };
 
-  // Memory that the loops below are about to look at. An update has passed by since they last did,
-  // so none of it is in the caches (measured with 1000 tensors of 10,000, see docs/results).
-  void ask_for(std::size_t i) const {
-    constexpr std::size_t kAhead = 6;
-    if (i + kAhead < kept_.size()) {
-      for (const KeptTensor& tensor : kept_[i + kAhead].tensors) tensor.ask_for();
-    }
-    if (i + kAhead / 2 < kept_.size()) {
-      for (const KeptTensor& tensor : kept_[i + kAhead / 2].tensors) tensor.ask_for_storage();
-    }
-  }
-
   // Counts the steps and tells autograd. Without the GIL, while workers update: references are
   // neither taken nor given up here, and Python is asked nothing.
   void note_written() const {
@@ -195,7 +168,6 @@ class KeptUpdates {
       if (!values.same()) return false;
     }
     for (std::size_t i = 0; i < kept_.size(); ++i) {
-      ask_for(i);
       const Kept& kept = kept_[i];
       PyObject* param = PyList_GET_ITEM(params.ptr(), static_cast<Py_ssize_t>(i));
       if (param != kept.param.ptr() || Py_TYPE(param) != kept.type) return false;
