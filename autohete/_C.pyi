@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections.abc
 import torch
 import typing
-__all__: list[str] = ['ActivationRule', 'AdamHyper', 'Budgets', 'CopyDirection', 'DeviceHandle', 'Direction', 'Engine', 'Formulation', 'Goal', 'HardwareProfile', 'HostMachine', 'InfeasibleError', 'KeptAdamW', 'KeptLion', 'KeptSgd', 'LionHyper', 'Plan', 'PlannerOptions', 'Profile', 'RankProfile', 'Segment', 'SegmentCounts', 'SgdHyper', 'SimulatedLane', 'SimulatedSpan', 'Simulation', 'SimulationPolicy', 'Tier', 'UNIT_EVENTS', 'UnitPlan', 'UnitProfile', 'UpdateStats', 'Workers', 'adamw_', 'cast_', 'cgroup_cpu_quota', 'change_class', 'change_class_of_gradients', 'content_hash', 'copy_', 'cpu_features', 'cpus_for_rank', 'decode_plan', 'default_num_workers', 'device_peak_bytes', 'device_visits', 'finish_plan', 'formulate', 'gradient_stats', 'host_bytes', 'lane_seconds', 'lion_', 'minimum_device_bytes', 'minimum_host_bytes', 'next_unit_state', 'next_use_distance', 'policy_of', 'predict_plan', 'release_file_pages', 'require_feasible', 'require_within', 'search_plan', 'sgd_', 'simulate', 'squared_norm', 'validate_hardware', 'validate_plan', 'validate_profile']
+__all__: list[str] = ['ActivationRule', 'AdamHyper', 'Budgets', 'CopyDirection', 'DeviceHandle', 'Direction', 'Engine', 'Formulation', 'Goal', 'HardwareProfile', 'HostMachine', 'InfeasibleError', 'KeptAdamW', 'KeptLion', 'KeptSgd', 'LionHyper', 'Plan', 'PlannerOptions', 'Profile', 'RankProfile', 'Segment', 'SegmentCounts', 'SgdHyper', 'SimulatedLane', 'SimulatedSpan', 'Simulation', 'SimulationPolicy', 'TensorPool', 'Tier', 'UNIT_EVENTS', 'UnitPlan', 'UnitProfile', 'UpdateStats', 'Workers', 'adamw_', 'begin_apart', 'block_bytes', 'cast_', 'cgroup_cpu_quota', 'change_class', 'change_class_of_gradients', 'content_hash', 'copy_', 'cpu_features', 'cpus_for_rank', 'decode_plan', 'default_num_workers', 'device_peak_bytes', 'device_visits', 'finish_plan', 'formulate', 'gradient_stats', 'host_bytes', 'lane_seconds', 'lion_', 'minimum_device_bytes', 'minimum_host_bytes', 'next_unit_state', 'next_use_distance', 'policy_of', 'predict_plan', 'release_file_pages', 'require_feasible', 'require_within', 'search_plan', 'sgd_', 'simulate', 'squared_norm', 'validate_hardware', 'validate_plan', 'validate_profile']
 class UpdateStats:
     """
     By-products of one pass over gradients.
@@ -111,6 +111,16 @@ class KeptLion:
     def run(self, workers: Workers, params: list[typing.Any], hypers: list[typing.Any], state: typing.Any) -> bool:
         """
         Make them with the present gradients and one hyper a group. False: something is not as it was, and nothing has been written.
+        """
+class TensorPool:
+    """
+    Memory for many small tensors that are walked one after the other.
+    """
+    def __init__(self, bytes: typing.SupportsInt | typing.SupportsIndex, number: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    def give(self, tensor: typing.Any) -> bool:
+        """
+        Give a new tensor, nothing of which has been written, the next piece; False: no room.
         """
 class Tier:
     """
@@ -1012,6 +1022,14 @@ class Engine:
 def adamw_(workers: Workers, updates: list[typing.Any], out: typing.Any = None, level: str | None = None, by_products: bool = True) -> UpdateStats:
     """
     Apply updates, each (hyper, step, grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq or None, half or None[, random]). A step that is a tensor counts up and holds the new number. With out, a list of (param, exp_avg, exp_avg_sq[, max_exp_avg_sq[, half]]), new values go there and the old ones stay; None is in place. random is (seed, offset), needed for bfloat16 moments. Without by_products only `edited` is filled in.
+    """
+def begin_apart(tensor: typing.Any, others: list[typing.Any]) -> None:
+    """
+    Give a new tensor, nothing of which has been written, memory that begins at another place of a large page than the others do. A small one keeps its own.
+    """
+def block_bytes(parameters: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, bool]], with_state: bool, amsgrad: bool) -> tuple[int, int, int]:
+    """
+    Bytes of a unit's blocks of parameters, gradients and optimizer state; of each parameter its bytes, its numel and whether it is updated.
     """
 def cast_(workers: Workers, dst: typing.Any, src: typing.Any, level: str | None = None) -> None:
     """

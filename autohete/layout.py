@@ -21,13 +21,6 @@ from autohete.units import Unit
 if TYPE_CHECKING:
     from autohete.stepping import OptimizerBridge
 
-_ALIGNMENT = 256
-
-
-def aligned(num_bytes: int) -> int:
-    """Round up to what offsets in a block are multiples of."""
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
 
 def _pages(num_bytes: int) -> int:
     """A host block takes whole pages, at least one."""
@@ -198,15 +191,11 @@ def check_budgets(
     device, gradients, host = 0, 0, 0
     offloaded: list[int] = []
     for unit in units:
-        params = state = grads = 0
+        sizes = []
         for p in unit.parameters:
             item = 2 if half and p.is_floating_point() else p.element_size()
-            params += aligned(p.numel() * item)
-            if not bridge.updates(p):
-                continue
-            grads += aligned(p.numel() * item)
-            arrays = 2 + bridge.amsgrad + (item == 2) if bridge.native else 0
-            state += arrays * aligned(p.numel() * 4)
+            sizes.append((p.numel() * item, p.numel(), bridge.updates(p)))
+        params, grads, state = _C.block_bytes(sizes, bridge.native, bridge.amsgrad)
         host += _pages(params) + _pages(grads) + (_pages(state) if state else 0)
         if unit.is_container:
             device += params

@@ -378,9 +378,9 @@ class OptimizerBridge:
 
     def _complete(self, parameter: nn.Parameter, given: dict[str, Any]) -> None:
         """Make what the user took out of a state, where the optimizer would do so at its step."""
-        if isinstance(self.optimizer, CPUOptimizer) and parameter.grad is not None:
+        if isinstance(self.optimizer, CPUOptimizer) and (grad := parameter.grad) is not None:
             group = self.optimizer.param_groups[self._group_of[id(parameter)]]
-            self.optimizer._complete(parameter, given, group)
+            self.optimizer._complete(parameter, grad, given, group)
 
     def _loaded(self) -> None:
         """Torch has cast the fp32 state of half parameters down: take it from the dict again."""

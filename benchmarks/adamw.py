@@ -3,9 +3,15 @@
 Everything is measured in one process, interleaved: each round runs every competitor once, and the
 medians of the rounds are compared. The table ends with how busy the machine was.
 
+Everybody has the memory that they have in use. CPUAdamW's parameters and gradients are torch's and
+its state its own, on huge pages, each stream beginning apart; the one-pass rows are the engine's
+update, whose streams are all of the latter kind. Those of the peers and of the yardstick lie where
+torch and DeepSpeed put them. With --our-memory all streams of all of them are as the engine's.
+
     python benchmarks/adamw.py                           # peers that are installed
     python benchmarks/adamw.py --yardstick stream.cpp    # and plain memory streams, see --help
-    THP_MEM_ALLOC_ENABLE=1 python benchmarks/adamw.py    # everything on huge pages
+    python benchmarks/adamw.py --our-memory              # peers in memory like the engine's
+    THP_MEM_ALLOC_ENABLE=1 python benchmarks/adamw.py    # torch's memory on huge pages too
 """
 
 from __future__ import annotations
@@ -115,7 +121,18 @@ def table(title: str, times: dict[str, Times], ours: str) -> None:
               f"| {median / times[ours][0]:.2f} | {best / times[ours][1]:.2f} |")  # fmt: skip
 
 
-def yardstick(source: str | None, numel: int, threads: int) -> list[Competitor]:
+def streams(numel: int, *dtypes: torch.dtype, ours: bool = True) -> list[Tensor]:
+    """Return tensors with undefined values, in the engine's kind of memory or in torch's."""
+    made: list[Tensor] = []
+    for dtype in dtypes:
+        tensor = torch.empty(numel, dtype=dtype)
+        if ours:
+            _C.begin_apart(tensor, made)
+        made.append(tensor)
+    return made
+
+
+def yardstick(source: str | None, numel: int, threads: int, ours: bool) -> list[Competitor]:
     """Compile the stream loops; the limit is a loop that reads 4 fp32 streams and writes 3."""
     if source is None:
         return []
@@ -125,7 +142,7 @@ def yardstick(source: str | None, numel: int, threads: int) -> list[Competitor]:
     subprocess.run(["g++", *flags, source, "-o", library], check=True)
     stream = ctypes.CDLL(library)
     # Written once, or the gradient would be the zero page over and over.
-    arrays = [torch.full((numel,), 1e-3) for _ in range(4)]
+    arrays = [tensor.fill_(1e-3) for tensor in streams(numel, *[torch.float32] * 4, ours=ours)]
     pointers = [ctypes.c_void_p(a.data_ptr()) for a in arrays]
     n = ctypes.c_size_t(numel)
 
@@ -138,13 +155,27 @@ def yardstick(source: str | None, numel: int, threads: int) -> list[Competitor]:
     return [("yardstick (read 4, write 3)", halves), ("yardstick in tiles", tiles)]
 
 
-def parameters(sizes: list[int], dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+def parameters(sizes: list[int], ours: bool = False) -> list[torch.nn.Parameter]:
     made = []
     for size in sizes:
-        p = torch.nn.Parameter(torch.randn(size).to(dtype))
-        p.grad = torch.randn(size).to(dtype) * 1e-2
+        value, grad = streams(size, torch.float32, torch.float32, ours=ours)
+        p = torch.nn.Parameter(value.normal_())
+        p.grad = grad.normal_(std=1e-2)
         made.append(p)
     return made
+
+
+def in_our_memory(optimizer: Any) -> Any:
+    """Make a peer's state and give it the engine's kind of memory."""
+    optimizer.step()
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            others = [p, p.grad]
+            for value in optimizer.state[p].values():
+                if isinstance(value, Tensor) and value.shape == p.shape:
+                    _C.begin_apart(value, others)
+                    others.append(value.zero_())
+    return optimizer
 
 
 def deepspeed_adam(params: list[torch.nn.Parameter]) -> Any | None:
@@ -156,26 +187,33 @@ def deepspeed_adam(params: list[torch.nn.Parameter]) -> Any | None:
 
 
 def fp32_step(
-    sizes: list[int], workers: _C.Workers, stick: list[Competitor], foreach: bool = True
+    sizes: list[int],
+    workers: _C.Workers,
+    stick: Callable[[], list[Competitor]] = list,
+    foreach: bool = True,
+    our_memory: bool = False,
 ) -> list[Competitor]:
     """Return plain fp32 optimizers, each with tensors of its own."""
-    ours = CPUAdamW(parameters(sizes), num_workers=workers.num_workers)
-    competitors: list[Competitor] = [("autohete CPUAdamW", ours.step)]
-    competitors.append(("torch fused", torch.optim.AdamW(parameters(sizes), fused=True).step))
+    moved = in_our_memory if our_memory else (lambda optimizer: optimizer)
+
+    def params() -> list[torch.nn.Parameter]:
+        return parameters(sizes, our_memory)
+
+    ours = CPUAdamW(params(), num_workers=workers.num_workers)
+    fused = moved(torch.optim.AdamW(params(), fused=True))
+    competitors: list[Competitor] = [("autohete CPUAdamW", ours.step), ("torch fused", fused.step)]
     if foreach:
-        competitors.append(
-            ("torch foreach", torch.optim.AdamW(parameters(sizes), foreach=True).step)
-        )
-    if (peer := deepspeed_adam(parameters(sizes))) is not None:
-        competitors.append(("DeepSpeedCPUAdam", peer.step))
-    return competitors + stick
+        competitors.append(("torch foreach", moved(torch.optim.AdamW(params(), foreach=True)).step))
+    if (peer := deepspeed_adam(params())) is not None:
+        competitors.append(("DeepSpeedCPUAdam", moved(peer).step))
+    return competitors + stick()
 
 
-def separate_passes(optimizer: Any, numel: int) -> Callable[[], None]:
+def separate_passes(optimizer: Any, numel: int, ours: bool) -> Callable[[], None]:
     """Return a bf16 step as others make it: widen, unscale and clip, update, round."""
     master = optimizer.param_groups[0]["params"][0]
-    grad = torch.randn(numel).bfloat16()
-    half = torch.empty(numel, dtype=torch.bfloat16)
+    grad, half = streams(numel, torch.bfloat16, torch.bfloat16, ours=ours)
+    grad.normal_()
 
     def step() -> None:
         master.grad.copy_(grad)
@@ -193,39 +231,37 @@ def one_pass(
     edits: bool = True,
     by_products: bool = False,
 ) -> Callable[[], Any]:
-    """Return the kernel's own bf16 step: bf16 gradient in, bf16 copy out."""
+    """Return the engine's bf16 step: bf16 gradient in, bf16 copy out, in memory of its kind."""
     hyper = _C.AdamHyper(
         lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, grad_scale=0.5
     )
-    state = [torch.randn(numel), torch.zeros(numel), torch.zeros(numel)]
-    half = state[0].bfloat16() if edits else None
-    update = (hyper, 3.0, torch.randn(numel).bfloat16(), *state, None, half)
-    there = [tuple(torch.zeros(numel) for _ in range(3))] if out else None
+    half_dtype, fp32 = torch.bfloat16, torch.float32
+    param, exp_avg, exp_avg_sq, grad, copy, *new = streams(
+        numel, fp32, fp32, fp32, half_dtype, half_dtype, *([fp32] * 3 if out else [])
+    )
+    for tensor in (exp_avg, exp_avg_sq, *new):
+        tensor.zero_()
+    copy.copy_(param.normal_())
+    half = copy if edits else None
+    update = (hyper, 3.0, grad.normal_(), param, exp_avg, exp_avg_sq, None, half)
+    there = [tuple(new)] if out else None
     return lambda: _C.adamw_(workers, [update], out=there, by_products=by_products)
 
 
-def half_step(numel: int, workers: _C.Workers, stick: list[Competitor]) -> list[Competitor]:
-    fused = torch.optim.AdamW(parameters([numel]), fused=True)
+def half_step(
+    numel: int, workers: _C.Workers, stick: Callable[[], list[Competitor]], our_memory: bool
+) -> list[Competitor]:
+    moved = in_our_memory if our_memory else (lambda optimizer: optimizer)
+    fused = moved(torch.optim.AdamW(parameters([numel], our_memory), fused=True))
     competitors = [
         ("autohete, one pass", one_pass(numel, workers)),
         ("the same with norm and hash", one_pass(numel, workers, by_products=True)),
-        ("torch fused, separate passes", separate_passes(fused, numel)),
+        ("torch fused, separate passes", separate_passes(fused, numel, our_memory)),
     ]
-    if (peer := deepspeed_adam(parameters([numel]))) is not None:
-        competitors.append(("DeepSpeed, separate passes", separate_passes(peer, numel)))
-    return competitors + stick
-
-
-def fp32_table(
-    numel: int, workers: _C.Workers, stick: Callable[[], list[Competitor]]
-) -> list[Competitor]:
-    return fp32_step([numel], workers, stick())
-
-
-def half_table(
-    numel: int, workers: _C.Workers, stick: Callable[[], list[Competitor]]
-) -> list[Competitor]:
-    return half_step(numel, workers, stick())
+    if (peer := deepspeed_adam(parameters([numel], our_memory))) is not None:
+        passes = separate_passes(moved(peer), numel, our_memory)
+        competitors.append(("DeepSpeed, separate passes", passes))
+    return competitors + stick()
 
 
 def moments(numel: int, workers: _C.Workers) -> list[Competitor]:
@@ -274,6 +310,11 @@ def main() -> None:
     )
     parser.add_argument("--yardstick", help="C++ source with s_r4w3(p, m, v, g, n, threads, 0)")
     parser.add_argument(
+        "--our-memory",
+        action="store_true",
+        help="peers and yardstick too have memory as the engine's: huge pages, streams apart",
+    )
+    parser.add_argument(
         "--alone",
         action="store_true",
         help="one thread, processor time instead of wall time: for machines that others use too",
@@ -296,18 +337,21 @@ def main() -> None:
         table(title, times, ours=competitors[0][0])
 
     for n in args.numel:
-        stick = partial(yardstick, args.yardstick, n, workers.num_workers)
+        stick = partial(yardstick, args.yardstick, n, workers.num_workers, args.our_memory)
         size = f"{n:,} parameters"
-        compare(f"{size}, fp32", partial(fp32_table, n, workers, stick))
         compare(
-            f"{size}, bf16 gradient and copy, fp32 master", partial(half_table, n, workers, stick)
+            f"{size}, fp32", partial(fp32_step, [n], workers, stick, our_memory=args.our_memory)
+        )
+        compare(
+            f"{size}, bf16 gradient and copy, fp32 master",
+            partial(half_step, n, workers, stick, args.our_memory),
         )
         compare(
             f"{size}, bf16 gradient, in and out of place", partial(in_and_out_of_place, n, workers)
         )
         compare(f"{size}, bf16 moments", partial(moments, n, workers))
-    compare("1000 tensors of 10,000, fp32", partial(fp32_step, [10_000] * 1000, workers, []))
-    compare("1000 tensors of 10, fp32", partial(fp32_step, [10] * 1000, workers, []))
+    compare("1000 tensors of 10,000, fp32", partial(fp32_step, [10_000] * 1000, workers))
+    compare("1000 tensors of 10, fp32", partial(fp32_step, [10] * 1000, workers))
     compare("10,000,000 parameters by instruction set", partial(levels, 10_000_000, workers))
     compare("100,000 (in cache) by instruction set", partial(levels, 100_000, workers), repeat=20)
     print(f"\nload after: {os.getloadavg()[0]:.2f}")

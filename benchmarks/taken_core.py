@@ -87,7 +87,7 @@ def table(title: str, times: dict[str, list[float]]) -> None:
 
 def measure(numel: int, kind: str, number: int, pause: float, rounds: int) -> None:
     core = max(os.sched_getaffinity(0))
-    competitors = fp32_step([numel], _C.Workers(_C.default_num_workers()), [], foreach=False)
+    competitors = fp32_step([numel], _C.Workers(_C.default_num_workers()), foreach=False)
     times: dict[str, list[float]] = {name: [] for name, _ in competitors}
     with core_taken(core, kind, number):
         others = OtherWork()

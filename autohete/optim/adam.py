@@ -129,7 +129,9 @@ class CPUAdamW(CPUOptimizer):
         self._check_group(group)
         return hyper_of(group, self, decoupled=group["decoupled_weight_decay"])
 
-    def _complete(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def _complete(
+        self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
         amsgrad = group["amsgrad"]
         made = (
             isinstance(state.get("step"), Tensor) and "exp_avg" in state and "exp_avg_sq" in state
@@ -141,9 +143,7 @@ class CPUAdamW(CPUOptimizer):
             state["step"] = torch.tensor(float(state.get("step", 0.0)), dtype=torch.float32)
         for key in _MOMENTS if amsgrad else _MOMENTS[:2]:
             if key not in state:
-                state[key] = torch.zeros_like(
-                    param, dtype=self._moment_dtype, memory_format=torch.preserve_format
-                )
+                state[key] = self._new_state(key, param, grad, state, self._moment_dtype).zero_()
 
     def _native_update(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,40 +13,20 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from autohete import _C
 from autohete.optim.checks import inverse_scale, whole_number
 from autohete.optim.sharded import PartOf, is_sharded
-from autohete.optim.states import FP32_KEYS, check_shapes, like, loaded_state
+from autohete.optim.states import (
+    FP32_KEYS,
+    StatePools,
+    check_shapes,
+    like,
+    loaded_state,
+    new_state,
+)
+from autohete.optim.updates import Beside, ReadUpdate
 
 __all__ = ["CPUOptimizer", "ReadUpdate"]
 
 _PLAIN = (torch.nn.Parameter, Tensor)  # what still moves wears another class
 _HALF = (torch.bfloat16, torch.float16)
-
-
-class ReadUpdate(NamedTuple):
-    """One parameter's update, read and checked, its state complete; nothing is updated yet."""
-
-    param: Tensor
-    group: int
-    values: tuple[Any, ...] | None
-    """As the native call takes it; None without a gradient."""
-
-    after: list[Callable[[], Any]]
-    """What is to be done when the update has been made."""
-
-
-class Beside(Protocol):
-    """Makes an optimizer's updates beside what follows step()."""
-
-    def take(self, hypers: list[Any]) -> None:
-        """Begin the updates of this step."""
-
-    def synchronize(self) -> None:
-        """Wait until all that began are made; raise what one of them, or an earlier one, raised."""
-
-    def wait(self) -> None:
-        """The same, but raise only what has not been raised before."""
-
-    def loaded(self) -> None:
-        """The state is a checkpoint's: what an update raised before is over."""
 
 
 class CPUOptimizer(Optimizer):
@@ -67,6 +47,7 @@ class CPUOptimizer(Optimizer):
     _num_workers: int | None = None
     _workers: _C.Workers | None = None  # made at the first step; not part of pickles and copies
     _kept_updates: Any | None = None  # of the last step; not part of them either
+    _pools: StatePools | None = None  # of small states to come; not part of them
     _beside: Beside | None = None  # who makes the updates, if not step() itself; nor is this
     _moment_dtype = torch.float32
     _main_state = "exp_avg"  # where it is laid out as the parameter, the other states are too
@@ -107,7 +88,9 @@ class CPUOptimizer(Optimizer):
         """Return the group's numbers as the kernel takes them."""
         raise NotImplementedError
 
-    def _complete(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def _complete(
+        self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
         """Make the state that is missing."""
         raise NotImplementedError
 
@@ -141,6 +124,7 @@ class CPUOptimizer(Optimizer):
         """Add a group, checking its hyper-parameters and the dtypes of its parameters."""
         self._settle()
         super().add_param_group(param_group)
+        self._pools = None
         group = self.param_groups[-1]
         try:
             self._check_group(group)
@@ -186,10 +170,13 @@ class CPUOptimizer(Optimizer):
         if self._beside is not None:
             self._beside.loaded()
         # torch has cast the state of half parameters down to their dtype; take it again.
+        self._pools = None
         for name, param in self._places_in(final[0]):
             if name in final[0]["state"]:
                 saved = final[0]["state"][name]
-                self.state[param] = loaded_state(param, saved, self._moment_dtype)
+                self.state[param] = loaded_state(
+                    param, saved, self._moment_dtype, self._the_pools()
+                )
 
     def _places_in(self, state_dict: dict[str, Any]) -> list[tuple[Any, Tensor]]:
         """Return each parameter behind the name that a state dict has for it, by order."""
@@ -274,6 +261,17 @@ class CPUOptimizer(Optimizer):
             self._workers = _C.Workers(self._num_workers or _C.default_num_workers())
         return self._workers
 
+    def _the_pools(self) -> StatePools:
+        if self._pools is None:
+            self._pools = StatePools([p for group in self.param_groups for p in group["params"]])
+        return self._pools
+
+    def _new_state(
+        self, key: str, param: Tensor, grad: Tensor, state: dict[str, Any], dtype: torch.dtype
+    ) -> Tensor:
+        """Return what is to be state[key], with undefined values."""
+        return new_state(key, param, state, dtype, grad, self._the_pools())
+
     def _update(
         self,
         param: Tensor,
@@ -316,9 +314,9 @@ class CPUOptimizer(Optimizer):
             if type(tensor) not in _PLAIN and tensor.layout == torch.strided:
                 tensor.data_ptr()  # of a model wrapped with another optimizer: waits for it
         half = param.dtype != torch.float32
-        self._complete(param, state, group)
+        self._complete(param, grad, state, group)
         if half != ("master" in state):
-            self._complete_master(param, state)
+            self._complete_master(param, grad, state)
         work: Tensor = param
         plain = param.is_contiguous()
         odd = not (plain and grad.is_contiguous())
@@ -354,10 +352,12 @@ class CPUOptimizer(Optimizer):
                 f"{self._name}: a parameter is {param.dtype}, expected float32, bfloat16 or float16"
             )
 
-    def _complete_master(self, param: Tensor, state: dict[str, Any]) -> None:
+    def _complete_master(self, param: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
         """Give a half parameter its master; take it from one that has become fp32 since."""
         if param.dtype == torch.float32:
             del state["master"]
         else:
             self._check_param(param)
-            state["master"] = param.detach().to(torch.float32, memory_format=torch.preserve_format)
+            state["master"] = self._new_state("master", param, grad, state, torch.float32).copy_(
+                param.detach()
+            )

@@ -70,12 +70,12 @@ class CPULion(CPUOptimizer):
             grad_scale=self._grad_scale(),
         )
 
-    def _complete(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def _complete(
+        self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
         if "exp_avg" not in state:
             self._check_param(param)
-            state["exp_avg"] = torch.zeros_like(
-                param, dtype=torch.float32, memory_format=torch.preserve_format
-            )
+            state["exp_avg"] = self._new_state("exp_avg", param, grad, state, torch.float32).zero_()
 
     def _native_update(
         self,

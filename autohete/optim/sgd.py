@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -85,7 +84,9 @@ class CPUSGD(CPUOptimizer):
             grad_scale=self._grad_scale(),
         )
 
-    def _complete(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def _complete(
+        self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
         pass  # no buffer means "the first step": it is made in the update and kept after it
 
     def _native_update(
@@ -103,7 +104,8 @@ class CPUSGD(CPUOptimizer):
         buffer = state.get("momentum_buffer")
         first = buffer is None
         if buffer is None:
-            buffer = torch.empty_like(param, memory_format=torch.preserve_format)
+            near = dict(state, half=half)
+            buffer = self._new_state("momentum_buffer", param, grad, near, param.dtype)
             after.append(partial(state.__setitem__, "momentum_buffer", buffer))
         return (hyper, first, grad, param, buffer, half)
 

@@ -36,7 +36,7 @@ UpdateStats run(const char* where, Update update, Workers& workers, const py::li
   UpdateStats stats;
   {
     py::gil_scoped_release release;
-    stats = update(spans.data(), spans.size(), workers, level, by_products);
+    stats = update(spans.data(), spans.size(), workers, level, by_products, nullptr);
   }
   call.finish();
   return stats;

@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -70,7 +71,8 @@ struct KeptTensor {
 template <typename Span>
 class KeptUpdates {
  public:
-  using Update = UpdateStats (*)(const Span*, std::size_t, Workers&, CpuLevel, bool);
+  using Update = UpdateStats (*)(const Span*, std::size_t, Workers&, CpuLevel, bool,
+                                 const std::function<void()>&);
 
   // `params`: the parameters of all groups in their order; `groups`: each one's group; `updates`:
   // each one's update as adamw_() and its like take it, or None without a gradient; `state`: the
@@ -94,17 +96,12 @@ class KeptUpdates {
   // group. False: something is not as it was; nothing has been written.
   bool run(Workers& workers, const py::list& params, const py::list& hypers,
            const py::object& state) {
-    CallTensors call = {where_};
     if (!state.is(state_.dict()) || !same(params) || !take_gradients(params) ||
-        !take_numbers(call, hypers))
+        !take_numbers(hypers))
       return false;
     {
       py::gil_scoped_release release;
-      update_(spans_.data(), spans_.size(), workers, cpu_level(), false);
-    }
-    call.finish();
-    for (const Kept& kept : kept_) {
-      for (const KeptTensor& tensor : kept.tensors) bump(tensor.tensor());
+      update_(spans_.data(), spans_.size(), workers, cpu_level(), false, [&] { note_written(); });
     }
     return true;
   }
@@ -141,13 +138,24 @@ class KeptUpdates {
     py::object param;
     PyTypeObject* type;  // one that moves wears another class
     py::object step{};
-    std::vector<KeptTensor> tensors{};  // none: without an update; else the parameter first
+    const at::Tensor* counter = nullptr;  // the step where that is a tensor
+    std::vector<KeptTensor> tensors{};    // none: without an update; else the parameter first
   };
+
+  // Counts the steps and tells autograd. Without the GIL, while workers update: references are
+  // neither taken nor given up here, and Python is asked nothing.
+  void note_written() const {
+    for (std::size_t i = 0; i < kept_.size(); ++i) {
+      for (const KeptTensor& tensor : kept_[i].tensors) bump(tensor.tensor());
+      if (kept_[i].counter != nullptr) count_on(*kept_[i].counter);
+    }
+  }
 
   void read_one(CallTensors& call, Kept& kept, const py::tuple& update) {
     Span& span = spans_.emplace_back();
     read(call, update, py::none(), span);
     kept.step = update[kStep];
+    if (THPVariable_Check(kept.step.ptr())) kept.counter = &THPVariable_Unpack(kept.step.ptr());
     for (std::size_t place = kParam; place < update.size(); ++place) {
       if (!THPVariable_Check(update[place].ptr())) continue;
       kept.tensors.emplace_back(py::object(update[place]));
@@ -202,7 +210,7 @@ class KeptUpdates {
     return true;
   }
 
-  bool take_numbers(CallTensors& call, const py::list& hypers) {
+  bool take_numbers(const py::list& hypers) {
     std::vector<decltype(Span::hyper)> values;
     for (const auto& hyper : hypers) values.push_back(hyper.template cast<decltype(Span::hyper)>());
     std::size_t at = 0;
@@ -212,7 +220,7 @@ class KeptUpdates {
       const auto& hyper = values.at(groups_.at(i));
       if (!same_tensors(span.hyper, hyper)) return false;
       span.hyper = hyper;
-      if (!take_step(call, kept_[i].step, span)) return false;
+      if (!take_step(kept_[i], span)) return false;
     }
     return true;
   }
@@ -226,12 +234,23 @@ class KeptUpdates {
     return (a.momentum != 0) == (b.momentum != 0);
   }
 
-  bool take_step(CallTensors& call, const py::object& step, AdamSpan& span) const {
-    span.step = next_step(where_, step, call.counters);
+  // A counter that is not what it was, or cannot count on, is the affair of who reads anew.
+  bool take_step(const Kept& kept, AdamSpan& span) const {
+    if (kept.counter == nullptr) {
+      span.step = kept.step.template cast<double>();
+      return true;
+    }
+    const at::Tensor& step = *kept.counter;
+    const auto dtype = step.scalar_type();
+    const bool is_one = step.is_cpu() && step.layout() == at::kStrided && step.numel() == 1 &&
+                        !step.unsafeGetTensorImpl()->is_python_dispatch() &&
+                        (dtype == at::kFloat || dtype == at::kDouble || dtype == at::kLong);
+    if (!is_one || !counts_as_it_is(step)) return false;
+    span.step = count_of(step) + 1.0;
     return true;
   }
-  bool take_step(CallTensors&, const py::object&, LionSpan&) const { return true; }
-  bool take_step(CallTensors&, const py::object&, SgdSpan& span) const {
+  bool take_step(const Kept&, LionSpan&) const { return true; }
+  bool take_step(const Kept&, SgdSpan& span) const {
     return span.hyper.momentum == 0 || !span.first;
   }
 

@@ -7,6 +7,7 @@ void bind_guard(pybind11::module_& module);
 void bind_ops(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
 void bind_runtime(pybind11::module_& module);
+void bind_streams(pybind11::module_& module);
 void bind_updates(pybind11::module_& module);
 }  // namespace autohete
 
@@ -15,6 +16,7 @@ PYBIND11_MODULE(_C, module) {
   autohete::bind_guard(module);
   autohete::bind_ops(module);
   autohete::bind_updates(module);
+  autohete::bind_streams(module);
   autohete::bind_plan(module);
   autohete::bind_runtime(module);
   autohete::bind_cuda(module);

@@ -19,6 +19,37 @@
 
 namespace autohete {
 
+// What a counter stands at; item() would go through the dispatcher.
+inline double count_of(const at::Tensor& counter) {
+  const void* value = counter.const_data_ptr();
+  if (counter.scalar_type() == at::kFloat) return *static_cast<const float*>(value);
+  if (counter.scalar_type() == at::kDouble) return *static_cast<const double*>(value);
+  return static_cast<double>(*static_cast<const std::int64_t*>(value));
+}
+
+// From 2^24 on a float32 cannot count any further.
+inline bool counts_as_it_is(const at::Tensor& counter) {
+  return counter.scalar_type() != at::kFloat || count_of(counter) < 16777216.0;
+}
+
+// Of a counter that counts as it is. Needs no GIL.
+inline void count_on(const at::Tensor& counter) {
+  if (counter.scalar_type() == at::kFloat) {
+    *counter.mutable_data_ptr<float>() += 1;
+  } else if (counter.scalar_type() == at::kLong) {
+    *counter.mutable_data_ptr<std::int64_t>() += 1;
+  } else {
+    *counter.mutable_data_ptr<double>() += 1;
+  }
+  bump(counter);
+}
+
+// The same tensor goes on in float64 where it must.
+inline void count(at::Tensor& counter) {
+  if (!counts_as_it_is(counter)) counter.set_data(counter.to(at::kDouble));
+  count_on(counter);
+}
+
 // The update's step number: a number, or a 0-dim tensor that will hold it.
 inline double next_step(const char* where, py::handle step, std::vector<at::Tensor>& counters) {
   if (!THPVariable_Check(step.ptr())) return step.cast<double>();
@@ -29,28 +60,7 @@ inline double next_step(const char* where, py::handle step, std::vector<at::Tens
   if (dtype != at::kFloat && dtype != at::kDouble && dtype != at::kLong)
     argument.refuse(dtype, "float32, float64 or int64");
   counters.push_back(tensor);
-  const void* value = tensor.const_data_ptr();  // item() would go through the dispatcher
-  if (dtype == at::kFloat) return *static_cast<const float*>(value) + 1.0;
-  if (dtype == at::kDouble) return *static_cast<const double*>(value) + 1.0;
-  return static_cast<double>(*static_cast<const std::int64_t*>(value)) + 1.0;
-}
-
-// From 2^24 on a float32 cannot count any further; the same tensor goes on in float64.
-inline void count(at::Tensor& counter) {
-  if (counter.scalar_type() == at::kFloat) {
-    float* value = counter.mutable_data_ptr<float>();
-    if (*value < 16777216.0f) {
-      *value += 1;
-      return bump(counter);
-    }
-    counter.set_data(counter.to(at::kDouble));
-  }
-  if (counter.scalar_type() == at::kLong) {
-    *counter.mutable_data_ptr<std::int64_t>() += 1;
-  } else {
-    *counter.mutable_data_ptr<double>() += 1;
-  }
-  bump(counter);
+  return count_of(tensor) + 1.0;
 }
 
 // What one call has to remember besides its spans.

@@ -180,7 +180,7 @@ void TorchEngine::send(int index, bool final, bool at_step, bool averaged) {
   if (unit.plan().gradients != Tier::kHost || !unit.has_unsent_gradients()) return;
   if (unit.gradients_leaving()) settle_leaving(index);
   withdraw(index, /*ticking=*/!at_step);
-  std::vector<CopySegment> segments = unit.collect_gradients(*handle_.store, at_step, averaged);
+  std::vector<CopySegment> segments = unit.collect_gradients(at_step, averaged);
   if (!unit.gradients_leaving()) return;
   leaving_.push_back(index);
   AheadWork ahead = final ? offer(index) : AheadWork();
@@ -255,7 +255,7 @@ void TorchEngine::settle_leaving(int index) {
     }
     if (!unit.land_gradients()) return;
     withdraw(index);
-    std::vector<CopySegment> segments = unit.collect_gradients(*handle_.store);
+    std::vector<CopySegment> segments = unit.collect_gradients();
     if (!unit.gradients_leaving()) return;
     NoGil no_gil;
     engine_.send_gradients(index, std::move(segments));

@@ -1,5 +1,6 @@
-// Where a unit's tensors live. How gradients change sides: torch_unit_gradients.cpp; what updates
-// read and write: torch_unit_state.cpp.
+// Where a unit's tensors live. What they need and at which offsets: torch_unit_layout.cpp; how
+// gradients change sides: torch_unit_gradients.cpp; what updates read and write:
+// torch_unit_state.cpp.
 #include "csrc/bindings/torch_unit.h"
 
 #include <algorithm>
@@ -52,27 +53,20 @@ TorchUnit::TorchUnit(std::string name, const std::vector<at::Tensor>& parameters
       amsgrad_(amsgrad),
       own_gradients_(rank.own_gradients) {
   AH_ASSERT(parameters.size() == masters.size() && parameters.size() == updated.size());
+  std::vector<StreamSizes> sizes;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     TorchParameter parameter;
-    parameter.value = HomedTensor(parameters[i], param_bytes_);
+    parameter.value = HomedTensor(parameters[i], 0);
     cut(parameter, rank);
-    const std::size_t bytes = align_up(parameters[i].nbytes());
-    param_bytes_ += bytes;
     if (updated[i]) {
       parameter.has_room = true;
       to_dtype(parameters[i].scalar_type());
       parameter.group = 0;
-      parameter.gradient_offset = gradient_bytes_;
-      gradient_bytes_ += bytes;
-      parameter.state_offset = state_bytes_;
     }
-    if (updated[i] && with_state) {
-      state_bytes_ += 4 * parameter.state_array_bytes();
-      if (!parameter.is_half()) state_bytes_ -= parameter.state_array_bytes();
-      if (!amsgrad) state_bytes_ -= parameter.state_array_bytes();
-    }
+    sizes.push_back(parameter.sizes(with_state, amsgrad));
     parameters_.push_back(std::move(parameter));
   }
+  take_layout(lay_out(sizes));
   const bool any = std::find(updated.begin(), updated.end(), true) != updated.end();
   if (with_state && any) state_bytes_ = std::max(state_bytes_, kBlockAlignment);
   plan_ = plan;
@@ -87,32 +81,6 @@ TorchUnit::TorchUnit(std::string name, const std::vector<at::Tensor>& parameters
     parameter.value.move_into(newest_block(), device_);
   }
   take_edits(copy);
-}
-
-// This rank's part of the parameter.
-void TorchUnit::cut(TorchParameter& parameter, RankOf rank) {
-  const at::Tensor& value = parameter.value.tensor();
-  parameter.part_numel = static_cast<std::size_t>(value.numel());
-  if (value.dim() > 0) parameter.num_rows = value.size(0);
-  if (rank.size < 2 || value.dim() == 0 || value.numel() == 0 || !value.is_contiguous()) return;
-  const std::int64_t rows = value.size(0);
-  const std::int64_t each = (rows + rank.size - 1) / rank.size;
-  parameter.is_shared = true;
-  parameter.first_row = std::min(rank.rank * each, rows);
-  parameter.num_rows = std::min(parameter.first_row + each, rows) - parameter.first_row;
-  const auto of_a_row = static_cast<std::size_t>(value.numel() / rows);
-  parameter.part_begin = static_cast<std::size_t>(parameter.first_row) * of_a_row;
-  parameter.part_numel = static_cast<std::size_t>(parameter.num_rows) * of_a_row;
-}
-
-std::vector<std::int64_t> TorchParameter::state_sizes() const {
-  std::vector<std::int64_t> sizes = value.tensor().sizes().vec();
-  if (is_shared) sizes[0] = num_rows;
-  return sizes;
-}
-
-at::Tensor TorchParameter::part_of(const at::Tensor& whole) const {
-  return is_shared ? whole.narrow(0, first_row, num_rows) : whole;
 }
 
 // The blocks a plan calls for; those there already are kept.
@@ -312,7 +280,7 @@ void TorchUnit::lay_out_like_parameter(std::size_t i) {
     HomedTensor& array = *arrays[index];
     if (!array.defined() || array.tensor().strides() == value.strides()) continue;
     const at::Tensor old = array.tensor().clone();
-    array = state_array(i, index, part_from(array));
+    array = state_array(i, index, part_from(parameter, array));
     array.tensor().copy_(old);
     if (relaid_.empty() || relaid_.back() != i) relaid_.push_back(i);
   }

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "csrc/kernels/adamw.h"
+#include "csrc/memory/unit_layout.h"
 #include "csrc/memory/unit_storage.h"
 #include "csrc/plan/plan.h"
 #include "csrc/runtime/engine.h"
@@ -36,7 +37,7 @@ struct RankOf {
 // A parameter and what belongs to it.
 struct TorchParameter {
   HomedTensor value;
-  std::size_t gradient_offset = 0;
+  StreamOffsets offsets;  // in the unit's blocks
   // Where its gradient is on the host if not in the unit's block: somebody knows by address what is
   // there, and it is theirs now.
   BlockPtr gradient_block;
@@ -64,7 +65,6 @@ struct TorchParameter {
   float gradient_factor = 1.0F;
 
   // Optimizer state, all fp32 and shaped like the parameter; undefined until made.
-  std::size_t state_offset = 0;
   HomedTensor exp_avg, exp_avg_sq, max_exp_avg_sq, master;
   at::Tensor step;  // 0-dim float32 on the CPU
 
@@ -76,7 +76,7 @@ struct TorchParameter {
   }
 
   bool is_half() const { return value.tensor().scalar_type() != at::kFloat; }
-  std::size_t state_array_bytes() const { return align_up(part_numel * sizeof(float)); }
+  StreamSizes sizes(bool with_state, bool amsgrad) const;
   // The shape of its state.
   std::vector<std::int64_t> state_sizes() const;
   // The rows of a tensor shaped like the parameter that this rank has.
@@ -99,8 +99,9 @@ class TorchUnit {
   UnitBlocks blocks() const;
   std::vector<TorchParameter>& parameters() { return parameters_; }
   std::size_t param_bytes() const { return param_bytes_; }
-  std::size_t gradient_bytes() const { return gradient_bytes_; }
-  std::size_t state_bytes() const { return state_bytes_; }
+  // For the planner, what is copied: gaps between gradients stay, and count as state.
+  std::size_t gradient_bytes() const { return gradient_bytes_ - gradient_gaps_; }
+  std::size_t state_bytes() const { return state_bytes_ + gradient_gaps_; }
 
   // Moves everything to where `plan` wants it. The newest bytes must be in newest_block() and
   // nothing in flight.
@@ -132,8 +133,7 @@ class TorchUnit {
   // bytes are final when those kernels are done. One whose memory somebody else points at (a NumPy
   // array, a storage) stays where it is and goes `at_step`, with what is in it then.
   // averaged: over the ranks, so of own gradients only this rank's rows need to go.
-  std::vector<CopySegment> collect_gradients(Store& store, bool at_step = false,
-                                             bool averaged = false);
+  std::vector<CopySegment> collect_gradients(bool at_step = false, bool averaged = false);
   bool has_held_gradients() const;
   // Some parameter has a gradient that is neither on the host nor on its way, or changed on its
   // way.
@@ -212,17 +212,19 @@ class TorchUnit {
   BlockPtr gradient_block(const TorchParameter& parameter) const;
   std::size_t gradient_offset(const TorchParameter& parameter) const;
   at::Tensor host_gradient(const TorchParameter& parameter, const at::Tensor& gradient) const;
-  void make_room_for_gradient(TorchParameter& parameter, Store& store);
+  void make_room_for_gradient(TorchParameter& parameter);
   void allocate(const UnitPlan& plan, Store& store);
   bool on_host(const TorchParameter& parameter, const at::Tensor& gradient) const;
   bool changed_on_host(const TorchParameter& parameter, const at::Tensor& gradient) const;
-  std::size_t state_offset(std::size_t i, int index) const;
   c10::Device state_device() const;
   HomedTensor state_array(std::size_t i, int index, const BlockPtr& apart = nullptr) const;
-  BlockPtr part_from(HomedTensor& old);
+  BlockPtr part_from(const TorchParameter& parameter, HomedTensor& old);
+  BlockPtr block_beside(const TorchParameter& parameter, std::size_t bytes, Tier tier,
+                        const std::string& what);
   AdamSpan span_at_home(TorchParameter& parameter, const std::vector<AdamHyper>& hypers);
   void lay_out_like_parameter(std::size_t i);
   void cut(TorchParameter& parameter, RankOf rank);
+  void take_layout(const UnitLayout& layout);
   void mark_other_gradients();
   void mark_other_gradients(const TorchParameter& parameter);
   static bool stays(const HomedTensor& home, c10::Device device, std::size_t num_owners);
@@ -238,6 +240,7 @@ class TorchUnit {
   UnitPlan plan_;
   std::vector<TorchParameter> parameters_;
   std::size_t param_bytes_ = 0, gradient_bytes_ = 0, state_bytes_ = 0;
+  std::size_t gradient_gaps_ = 0, spare_lead_ = 0;
   BlockPtr params_host_, params_device_, gradients_host_, state_;
   BlockPtr spare_params_, spare_state_;
   // The blocks of earlier plans, while somebody who knows them by address keeps them: another plan

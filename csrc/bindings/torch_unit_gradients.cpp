@@ -60,7 +60,7 @@ BlockPtr TorchUnit::gradient_block(const TorchParameter& parameter) const {
 }
 
 std::size_t TorchUnit::gradient_offset(const TorchParameter& parameter) const {
-  return parameter.gradient_block ? 0 : parameter.gradient_offset;
+  return parameter.gradient_block ? 0 : parameter.offsets.gradient;
 }
 
 at::Tensor TorchUnit::host_gradient(const TorchParameter& parameter,
@@ -70,18 +70,18 @@ at::Tensor TorchUnit::host_gradient(const TorchParameter& parameter,
 
 // Where the user kept the last gradient, one of the two gets memory of its own: the kept one,
 // unless somebody may know that by address (a NumPy array, a DLPack capsule).
-void TorchUnit::make_room_for_gradient(TorchParameter& parameter, Store& store) {
+void TorchUnit::make_room_for_gradient(TorchParameter& parameter) {
   const auto landed = parameter.landed.lock();
   if (!landed) return;
   if (!is_landed_held(parameter)) return copy_out(*landed, Tier::kHost);
   const at::Tensor& value = parameter.value.tensor();
   parameter.gradient_block =
-      store.allocate_host(std::max(align_up(value.nbytes()), kBlockAlignment),
-                          concat("a gradient of unit ", name_, ", beside one that was kept,"));
+      block_beside(parameter, value.nbytes(), Tier::kHost,
+                   concat("a gradient of unit ", name_, ", beside one that was kept,"));
   if (own_gradients_ && parameter.is_shared) mark_other_gradients(parameter);
 }
 
-std::vector<CopySegment> TorchUnit::collect_gradients(Store& store, bool at_step, bool averaged) {
+std::vector<CopySegment> TorchUnit::collect_gradients(bool at_step, bool averaged) {
   const bool own_rows = own_gradients_ && averaged && others_marked_;
   std::vector<CopySegment> segments;
   for (TorchParameter& parameter : parameters_) {
@@ -97,7 +97,7 @@ std::vector<CopySegment> TorchUnit::collect_gradients(Store& store, bool at_step
     }
     if (!at_step && is_held(gradient, 1 + num_owners(parameter, gradient))) continue;
     parameter.gradient_factor = 1.0F;
-    make_room_for_gradient(parameter, store);
+    make_room_for_gradient(parameter);
     require(gradient.scalar_type() == parameter.value.tensor().scalar_type() &&
                 gradient.layout() == at::kStrided,
             "autohete: a gradient of unit ", name_, " is ", c10::toString(gradient.scalar_type()),

@@ -3,6 +3,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <utility>
 
 #include "csrc/base/check.h"
@@ -11,20 +12,13 @@
 
 namespace autohete {
 
-std::size_t TorchUnit::state_offset(std::size_t i, int index) const {
-  const TorchParameter& parameter = parameters_[i];
-  const int position = index > kMaxExpAvgSq && !amsgrad_ ? index - 1 : index;
-  return parameter.state_offset +
-         static_cast<std::size_t>(position) * parameter.state_array_bytes();
-}
-
 c10::Device TorchUnit::state_device() const {
   return state_->tier() == Tier::kHost ? c10::Device(c10::kCPU) : device_;
 }
 
 // A tensor over array `index` of parameter i's state, or `apart`.
 HomedTensor TorchUnit::state_array(std::size_t i, int index, const BlockPtr& apart) const {
-  const std::size_t offset = state_offset(i, index);
+  const std::size_t offset = parameters_[i].offsets.state.at(index);
   const c10::Device device = state_device();
   const at::Tensor& value = parameters_[i].value.tensor();
   at::Tensor array =
@@ -46,7 +40,7 @@ HomedTensor TorchUnit::state_array(std::size_t i, int index, const BlockPtr& apa
 // The tensor is not the state's any more. Whoever holds it keeps its values: it gets memory of its
 // own. Where somebody may know its memory by address it stays in the block instead, and the array
 // that comes gets the memory that this returns.
-BlockPtr TorchUnit::part_from(HomedTensor& old) {
+BlockPtr TorchUnit::part_from(const TorchParameter& parameter, HomedTensor& old) {
   if (!old.defined() || old.replaced()) return nullptr;
   if (!old.is_apart() && !is_known(old)) {
     old.let_go(state_->tier());
@@ -55,9 +49,27 @@ BlockPtr TorchUnit::part_from(HomedTensor& old) {
   state_is_shared_ = true;
   const std::string what =
       concat("optimizer state of unit ", name_, ", beside some that was kept,");
-  const std::size_t bytes = std::max(align_up(old.bytes()), kBlockAlignment);
-  return state_->tier() == Tier::kHost ? store_.allocate_host(bytes, what)
-                                       : store_.allocate_device(bytes, what);
+  return block_beside(parameter, old.bytes(), state_->tier(), what);
+}
+
+// Memory for a stream of the parameter's update that cannot be at its place in the unit's block.
+BlockPtr TorchUnit::block_beside(const TorchParameter& parameter, std::size_t bytes, Tier tier,
+                                 const std::string& what) {
+  std::vector<std::size_t> others;
+  const auto note = [&](const void* begin) {
+    others.push_back(reinterpret_cast<std::uintptr_t>(begin));
+  };
+  for (const BlockPtr& block : {params_host_, params_device_})
+    if (block) note(block->data() + parameter.offsets.param);
+  if (gradients_host_) note(gradient_block(parameter)->data() + gradient_offset(parameter));
+  for (const HomedTensor* array :
+       {&parameter.exp_avg, &parameter.exp_avg_sq, &parameter.max_exp_avg_sq, &parameter.master})
+    if (array->defined()) note(array->tensor().const_data_ptr());
+  const std::size_t lead = bytes >= kLargeStreamBytes ? place_apart(0, kBlockAlignment, others) : 0;
+  const std::size_t whole = lead + std::max(align_up(bytes), kBlockAlignment);
+  return begin_behind(
+      tier == Tier::kHost ? store_.allocate_host(whole, what) : store_.allocate_device(whole, what),
+      lead);
 }
 
 void TorchUnit::join_state() {
@@ -88,14 +100,14 @@ void TorchUnit::forget_state(std::size_t i) {
   TorchParameter& parameter = parameters_.at(i);
   parameter.step = at::Tensor();
   if (!parameter.master.defined()) return;
-  parameter.master = state_array(i, kMaster, part_from(parameter.master));
+  parameter.master = state_array(i, kMaster, part_from(parameter, parameter.master));
   parameter.master.tensor().copy_(parameter.part_of(parameter.value.tensor().detach()));
 }
 
 void TorchUnit::make_state(std::size_t i) {
   TorchParameter& parameter = parameters_.at(i);
   const auto make = [&](HomedTensor& array, int index) {
-    array = state_array(i, index, part_from(array));
+    array = state_array(i, index, part_from(parameter, array));
     array.tensor().zero_();
   };
   make(parameter.exp_avg, kExpAvg);
@@ -113,12 +125,12 @@ void TorchUnit::adopt_state(std::size_t i, at::Tensor step, at::Tensor exp_avg,
                                   ? given
                                   : parameter.part_of(given);
     if (home.defined() && tensor.is_same(home.tensor()) && !home.replaced()) return;
-    const BlockPtr apart = part_from(home);
+    const BlockPtr apart = part_from(parameter, home);
     const bool as_ours = tensor.scalar_type() == at::kFloat && tensor.device() == state_device() &&
                          tensor.strides() == parameter.value.tensor().strides() &&
                          owns_its_storage(tensor) && !stands_in_a_block(tensor.storage());
     if (as_ours) {  // the user's tensor itself, as plain PyTorch does
-      home = HomedTensor(tensor, state_offset(i, index), apart);
+      home = HomedTensor(tensor, parameter.offsets.state.at(index), apart);
       home.move_into(state_, state_device());
       return;
     }
@@ -187,9 +199,12 @@ bool TorchUnit::reserve_spare(Store& store) {
   if (spare_state_ || plan_.optimizer_state != Tier::kHost || state_bytes_ == 0) return true;
   const bool pinned = store.pins_host_memory();
   try {
-    spare_params_ =
-        store.allocate_host(params_host_->bytes(), concat("second parameters of unit ", name_));
-    spare_state_ = store.allocate_host(state_bytes_, concat("second state of unit ", name_));
+    const auto allocate = [&](std::size_t bytes, const char* what) {
+      return begin_behind(store.allocate_host(bytes + spare_lead_, concat(what, name_)),
+                          spare_lead_);
+    };
+    spare_params_ = allocate(params_host_->bytes(), "second parameters of unit ");
+    spare_state_ = allocate(state_bytes_, "second state of unit ");
     if (store.pins_host_memory() == pinned) return true;
   } catch (const std::exception&) {  // OutOfMemory: go without
   }
@@ -200,7 +215,7 @@ bool TorchUnit::reserve_spare(Store& store) {
 
 std::size_t TorchUnit::bytes_of_spare() const {
   const bool wanted = plan_.optimizer_state == Tier::kHost && state_bytes_ > 0;
-  return wanted ? params_host_->bytes() + state_bytes_ : 0;
+  return wanted ? params_host_->bytes() + state_bytes_ + 2 * spare_lead_ : 0;
 }
 
 // A DLPack capsule of a state's tensor may have been made when that stood in these.
@@ -215,9 +230,7 @@ void TorchUnit::drop_spare() {
   spare_state_.reset();
 }
 
-std::size_t TorchUnit::spare_bytes() const {
-  return spare_state_ ? spare_params_->bytes() + spare_state_->bytes() : 0;
-}
+std::size_t TorchUnit::spare_bytes() const { return spare_state_ ? bytes_of_spare() : 0; }
 
 std::vector<AdamSpan> TorchUnit::spans_ahead_in_place(const std::vector<AdamHyper>& hypers) {
   if (plan_.optimizer_state != Tier::kHost) return {};

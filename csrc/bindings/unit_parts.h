@@ -8,9 +8,6 @@
 
 namespace autohete {
 
-// exp_avg, exp_avg_sq, max_exp_avg_sq, master: the arrays of one parameter's state, in this order.
-enum StateArray { kExpAvg = 0, kExpAvgSq = 1, kMaxExpAvgSq = 2, kMaster = 3 };
-
 // Throws std::invalid_argument where it cannot be updated.
 DType to_dtype(at::ScalarType type);
 

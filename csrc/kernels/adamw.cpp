@@ -44,9 +44,9 @@ void check_span(const AdamSpan& span) {
 }  // namespace
 
 UpdateStats adamw(const AdamSpan* spans, std::size_t num_spans, Workers& workers, CpuLevel level,
-                  bool by_products) {
+                  bool by_products, const std::function<void()>& beside) {
   return run_update<AdamRule>(kWhere, spans, num_spans, workers, level, by_products, kAdamwTile,
-                              check_span);
+                              check_span, nullptr, beside);
 }
 
 UpdateStats adamw_in_pieces(const AdamSpan* spans, std::size_t num_spans, Workers& workers,

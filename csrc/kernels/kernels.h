@@ -28,9 +28,11 @@ struct UpdateStats {
 // grad_sq_norm does not depend on threads or instruction set; dividing a tensor into other spans
 // may move its last bits. Without `by_products` only `edited` is filled in; in the caches that
 // saves up to a third, from memory a few percent. Throws std::invalid_argument before anything is
-// written when a span lacks a pointer or a hyper-parameter is out of its range or NaN.
+// written when a span lacks a pointer or a hyper-parameter is out of its range or NaN. `beside`, if
+// any, is called once on one of the threads while the others update; it must not throw.
 UpdateStats adamw(const AdamSpan* spans, std::size_t num_spans, Workers& workers,
-                  CpuLevel level = cpu_level(), bool by_products = true);
+                  CpuLevel level = cpu_level(), bool by_products = true,
+                  const std::function<void()>& beside = nullptr);
 // The same with pauses: `between` is called every few million items, with the number of items
 // written since the last time, while no worker works for this call, so that others may have them.
 UpdateStats adamw_in_pieces(const AdamSpan* spans, std::size_t num_spans, Workers& workers,
@@ -38,9 +40,11 @@ UpdateStats adamw_in_pieces(const AdamSpan* spans, std::size_t num_spans, Worker
 
 // The same for the other rules.
 UpdateStats sgd(const SgdSpan* spans, std::size_t num_spans, Workers& workers,
-                CpuLevel level = cpu_level(), bool by_products = true);
+                CpuLevel level = cpu_level(), bool by_products = true,
+                const std::function<void()>& beside = nullptr);
 UpdateStats lion(const LionSpan* spans, std::size_t num_spans, Workers& workers,
-                 CpuLevel level = cpu_level(), bool by_products = true);
+                 CpuLevel level = cpu_level(), bool by_products = true,
+                 const std::function<void()>& beside = nullptr);
 
 // Gradients to look at: numel items of dtype.
 struct GradSpan {

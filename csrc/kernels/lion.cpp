@@ -32,9 +32,9 @@ void check_span(const LionSpan& span) {
 }  // namespace
 
 UpdateStats lion(const LionSpan* spans, std::size_t num_spans, Workers& workers, CpuLevel level,
-                 bool by_products) {
+                 bool by_products, const std::function<void()>& beside) {
   return run_update<LionRule>(kWhere, spans, num_spans, workers, level, by_products, kLionTile,
-                              check_span);
+                              check_span, nullptr, beside);
 }
 
 }  // namespace autohete

@@ -36,9 +36,9 @@ void check_span(const SgdSpan& span) {
 }  // namespace
 
 UpdateStats sgd(const SgdSpan* spans, std::size_t num_spans, Workers& workers, CpuLevel level,
-                bool by_products) {
+                bool by_products, const std::function<void()>& beside) {
   return run_update<SgdRule>(kWhere, spans, num_spans, workers, level, by_products, kSgdTile,
-                             check_span);
+                             check_span, nullptr, beside);
 }
 
 }  // namespace autohete

@@ -92,15 +92,21 @@ std::vector<std::size_t> tasks_of(const std::vector<Tile>& tiles, std::size_t be
 
 template <typename Rule, typename Run>
 void run_tiles(std::vector<UpdateTile<Rule>>& tiles, Workers& workers, Run run,
-               const std::function<void(std::size_t)>& between) {
+               const std::function<void(std::size_t)>& between,
+               const std::function<void()>& beside) {
   const std::size_t piece = between ? kTilesOfAPiece : tiles.size();
   for (std::size_t begin = 0; begin < tiles.size(); begin += piece) {
     const std::size_t count = std::min(piece, tiles.size() - begin);
     const auto first = tasks_of(tiles, begin, begin + count);
-    workers.for_each_tile(first.size() - 1, [&](std::size_t task) {
+    const std::size_t num_tasks = first.size() - 1;
+    // A task of its own, the first, unless nobody else would work meanwhile.
+    const std::size_t ahead = begin == 0 && beside && num_tasks > 1 ? 1 : 0;
+    workers.for_each_tile(num_tasks + ahead, [&](std::size_t task) {
+      if (task < ahead) return beside();
       const ExactFloatMode mode;
-      for (std::size_t i = first[task]; i < first[task + 1]; ++i) run(tiles[i]);
+      for (std::size_t i = first[task - ahead]; i < first[task - ahead + 1]; ++i) run(tiles[i]);
     });
+    if (begin == 0 && beside && ahead == 0) beside();
     if (begin + count == tiles.size()) return;
     std::size_t written = 0;
     for (std::size_t i = begin; i < begin + count; ++i) written += tiles[i].end - tiles[i].begin;
@@ -113,7 +119,8 @@ template <typename Rule, typename Check>
 UpdateStats run_update(const char* where, const typename Rule::Span* spans, std::size_t num_spans,
                        Workers& workers, CpuLevel level, bool by_products,
                        const LevelTable<UpdateTile<Rule>>& table, const Check& check,
-                       const std::function<void(std::size_t)>& between = nullptr) {
+                       const std::function<void(std::size_t)>& between = nullptr,
+                       const std::function<void()>& beside = nullptr) {
   require_supported(level, where);
   std::vector<typename Rule::Coefficients> coefficients;
   coefficients.reserve(num_spans);
@@ -126,7 +133,8 @@ UpdateStats run_update(const char* where, const typename Rule::Span* spans, std:
     }
   }
   auto tiles = cut<Rule>(spans, coefficients, level, by_products);
-  run_tiles<Rule>(tiles, workers, table.at(level), between);
+  if (tiles.empty() && beside) beside();
+  run_tiles<Rule>(tiles, workers, table.at(level), between, beside);
   UpdateStats stats;
   for (const auto& tile : tiles) {  // in the order of the tiles, whoever ran them
     stats.grad_sq_norm += tile.grad_sq_sum;
