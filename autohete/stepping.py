@@ -22,7 +22,6 @@ from autohete.cuda_update import update_on_cuda
 from autohete.guard import Guard
 from autohete.layout import check_gradients
 from autohete.optim import CPUAdam, CPUAdamW, CPUOptimizer, hyper_of, loaded_state
-from autohete.other_optimizers import watch_other_optimizers
 
 if TYPE_CHECKING:
     from autohete.run import Run
@@ -122,7 +121,7 @@ class OptimizerBridge:
         self._step_before: Any = None
         self._installed: Any = None
         self._loading: dict[str, Any] | None = None
-        self._hooks: list[Any] = []
+        self._load_hooks: list[Any] = []
         self._whole: WholeStates | None = None
 
     def _check_not_half_attached(self) -> None:
@@ -200,7 +199,6 @@ class OptimizerBridge:
         self._installed = types.MethodType(step, self.optimizer)
         self.optimizer.step = self._installed  # type: ignore[method-assign]
         self._watch_loading()
-        self._hooks.append(watch_other_optimizers(self.optimizer, self._run.model.parameters()))
         self.adopt_states()
 
     def _watch_loading(self) -> None:
@@ -221,7 +219,7 @@ class OptimizerBridge:
             if ours is not None and ours._whole is not None:
                 ours._put_whole(state_dict, ours._whole)
 
-        self._hooks = [
+        self._load_hooks = [
             self.optimizer.register_state_dict_post_hook(saved),
             self.optimizer.register_load_state_dict_pre_hook(before),
             self.optimizer.register_load_state_dict_post_hook(after),
@@ -231,7 +229,7 @@ class OptimizerBridge:
         """Give step() back."""
         if self._installed is None:
             return
-        for hook in self._hooks:
+        for hook in self._load_hooks:
             hook.remove()
         if vars(self.optimizer).get("step") is self._installed:
             if self._step_before is None:

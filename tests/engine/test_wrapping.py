@@ -197,26 +197,3 @@ def test_a_plan_that_needs_more_than_gpu_mem_is_a_warning_at_wrapping(caplog):
     (warning,) = [r.getMessage() for r in caplog.records if "device peak" in r.getMessage()]
     assert "its device peak is 64.0 MiB (gpu_mem=67108864)" in warning
     assert "within gpu_mem of 16.0 MiB" in warning
-
-
-def test_another_optimizer_over_the_wrapped_model_trains_right_and_is_warned_of_once(recwarn):
-    model, plain = make_gpt(dropout=0.0), make_gpt(dropout=0.0)
-    wrapper = AutoHeteWrapper(model, adamw(model), gpu_mem="64MiB", profile_path=None).to("cpu")
-    pairs = [(m, torch.optim.SGD(m.parameters(), 0.1)) for m in (wrapper, plain)]
-    for step in range(3):
-        for trained, optimizer in pairs:
-            trained(*batch(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def told():
-        return [text for w in recwarn if "SGD.step()" in (text := str(w.message))]
-
-    assert len(told()) == 1
-    assert {w.filename for w in recwarn if "SGD.step()" in str(w.message)} == {__file__}
-    assert "the CPUAdamW that was wrapped with this model" in told()[0]
-    wrapper.unwrap()
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(p, q)
-    pairs[0][1].step()
-    assert len(told()) == 1
