@@ -1,6 +1,8 @@
 """Long models: the fake step runs on the first layers of a long list, the others are like those.
 
-A thousand layers on fake tensors take a minute, and the last 976 of them say nothing new.
+A thousand layers on fake tensors take a minute, and the last nine hundred of them say nothing new.
+Of configurations only: what a live module does with its later layers is its author's to say, and
+the longest published models have less than this module calls long.
 """
 
 from __future__ import annotations
@@ -17,71 +19,67 @@ from autohete.units import Unit
 if TYPE_CHECKING:
     from autohete.planning.model_profile import UnitDescription
 
-LAYERS_RUN = 24
-"""More than the longest period of unlike layers that is published (8 in Jamba, 6 in Gemma 3)."""
+LAYERS_RUN = 96
+"""Of a list that is long: twice as many. Kinds of layers that alternate repeat in half as many."""
 
 
 @contextmanager
-def shortened(model: nn.Module, units: list[Unit], layers_run: int) -> Iterator[list[Unit]]:
-    """Take the later layers of long lists out for a while; yields the units that are left.
+def shortened(model: nn.Module, units: list[Unit], stay: int) -> Iterator[bool]:
+    """Leave the first `stay` layers of the long list for a while; yields whether there is one.
 
-    The first two of each kind of layer stay, with all before them, and `layers_run` more. A list is
-    long from twice `LAYERS_RUN` on; one that shares parameters with others stays whole, and so do
-    two long lists (what they hand to each other, an encoder's output, grows with both).
+    Where there are two, or its layers share parameters, the model stays whole.
     """
     lists = [module for module in model.modules() if _is_long(module)]
-    stay = _stays(lists[0], units, layers_run) if len(lists) == 1 else 0
-    if not stay:
-        yield units
+    if len(lists) != 1 or not _stand_alone(lists[0], units):
+        yield False
         return
-    module = lists[0]
-    children = module._modules
-    taken = {id(child) for child in list(children.values())[stay:]}
-    module._modules = dict(list(children.items())[:stay])
+    children = lists[0]._modules
+    lists[0]._modules = dict(list(children.items())[:stay])
     try:
-        yield [unit for unit in units if id(unit.modules[0]) not in taken]
+        yield True
     finally:
-        module._modules = children
+        lists[0]._modules = children
 
 
 def _is_long(module: nn.Module) -> bool:
     return isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) >= 2 * LAYERS_RUN
 
 
-def _stays(layer_list: nn.Module, units: list[Unit], layers_run: int) -> int:
-    """How many of its layers stay; 0: all of them."""
-    unit_of = {id(unit.modules[0]): unit for unit in units if _stands_alone(unit)}
-    layers = [unit_of.get(id(child)) for child in layer_list.children()]
-    if None in layers:
-        return 0
-    stay = layers_run + _second_of_each_kind([unit for unit in layers if unit is not None])
-    return stay if stay < len(layers) else 0
+def _stand_alone(layer_list: nn.Module, units: list[Unit]) -> bool:
+    alone = {id(unit.modules[0]) for unit in units if unit.is_layer and len(unit.modules) == 1}
+    return all(id(layer) in alone for layer in layer_list.children())
 
 
-def _stands_alone(unit: Unit) -> bool:
-    return unit.is_layer and len(unit.modules) == 1
+def agree(longer: list[UnitDescription], shorter: list[UnitDescription]) -> bool:
+    """Whether more layers change nothing, neither in what is no layer nor in the layers."""
+    rest = [[unit for unit in units if not unit.is_layer] for units in (longer, shorter)]
+    layers, fewer = (
+        [replace(unit, name="") for unit in units if unit.is_layer] for units in (longer, shorter)
+    )
+    begin, period = LAYERS_RUN // 4, LAYERS_RUN // 2
+    middle = layers[begin : period - 1]
+    again = layers[begin + period : 2 * period - 1]
+    return rest[0] == rest[1] and middle == again == fewer[begin : period - 1]
 
 
-def _second_of_each_kind(layers: list[Unit]) -> int:
-    """How many of the first layers hold two of each kind, or the one that there is."""
-    seen: dict[str, int] = {}
-    last = 0
-    for count, unit in enumerate(layers, start=1):
-        seen[unit.kind] = seen.get(unit.kind, 0) + 1
-        if seen[unit.kind] <= 2:
-            last = count
-    return last
+def lengthened(units: list[Unit], described: list[UnitDescription]) -> list[UnitDescription] | None:
+    """Describe all units: a layer that was left out as the one at its place in the middle half.
 
-
-def lengthened(units: list[Unit], described: list[UnitDescription]) -> list[UnitDescription]:
-    """Describe all units: those taken out as the middle one that ran of their kind.
-
-    The first and the last may have been booked with work of their neighbours.
+    None where the two are not of one kind. The first and the last layers that ran may have been
+    booked with work of their neighbours.
     """
     own = {description.name: description for description in described}
-    ran: dict[str, list[UnitDescription]] = {}
+    ran = [description for description in described if description.is_layer]
+    kinds = [unit.kind for unit in units if unit.is_layer]
+    begin, period = LAYERS_RUN // 4, LAYERS_RUN // 2
+    everything, number = [], 0
     for unit in units:
-        if unit.name in own:
-            ran.setdefault(unit.kind, []).append(own[unit.name])
-    middle = {kind: some[len(some) // 2] for kind, some in ran.items()}
-    return [own.get(unit.name) or replace(middle[unit.kind], name=unit.name) for unit in units]
+        description = own.get(unit.name)
+        if description is None:
+            like = begin + (number - begin) % period
+            if kinds[like] != unit.kind:
+                return None
+            description = replace(ran[like], name=unit.name)
+        everything.append(description)
+        number += unit.is_layer
+    return everything

@@ -15,7 +15,7 @@ from torch import nn
 
 from autohete.planning.fake_step import StepRecorder, UnitNote, tensor_bytes
 from autohete.planning.gpt2_shape import GPT2Shape
-from autohete.planning.long_models import LAYERS_RUN, lengthened, shortened
+from autohete.planning.long_models import LAYERS_RUN, agree, lengthened, shortened
 from autohete.units import Layers, Unit, find_units
 
 # Parameters' dtype; bytes per parameter of moments (and masters) and of the copy kept when only
@@ -126,10 +126,13 @@ def describe_model(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        fake = _fake_model(model, _PRECISIONS[precision][0])
+        dtype = _PRECISIONS[precision][0]
+        live = isinstance(model, nn.Module)
+        whole = model if live else _built_to_train(model)
         ids = torch.zeros(batch, seq, dtype=torch.long)
         try:
-            return _describe_step(fake, ids, precision, layers)
+            short = None if live else _describe_long(whole, dtype, ids, precision, layers)
+            return short or _describe_step(_fake_copy(whole, dtype).train(), ids, precision, layers)
         except Exception as error:
             raise ValueError(
                 f"describe_model: {type(model).__name__} does not run on fake tensors with "
@@ -167,46 +170,34 @@ def _check(batch: int, seq: int, precision: str) -> None:
 def _describe_step(
     model: nn.Module, ids: torch.Tensor, precision: str, layers: Layers
 ) -> ModelDescription:
+    return _put_together(*_run_step(model, ids, precision, layers), ids, precision)
+
+
+def _run_step(
+    model: nn.Module, ids: torch.Tensor, precision: str, layers: Layers
+) -> tuple[list[UnitDescription], _Outside]:
     """Run a model without values on tokens without values, and add up what was seen."""
     units = find_units(model, layers)
-    described, outside = _run_step(model, units, ids, precision)
+    recorder = StepRecorder(model, units)
+    recorder.run(ids, _PRECISIONS[precision][3])
+    notes = zip(units, recorder.notes, strict=True)
+    return [_described(unit, note, precision) for unit, note in notes], _Outside(
+        recorder.outside_bytes(), sum(recorder.outside.flops), sum(recorder.outside.traffic)
+    )
+
+
+def _put_together(
+    units: list[UnitDescription], outside: _Outside, ids: torch.Tensor, precision: str
+) -> ModelDescription:
     batch, seq = ids.shape
     return ModelDescription(
-        units=_alike(lengthened(units, described)),
+        units=_alike(units),
         batch=batch,
         seq=seq,
         precision=precision,
         fixed_device_bytes=outside.device_bytes,
         outside_flops=outside.flops,
         outside_traffic_bytes=outside.traffic_bytes,
-    )
-
-
-def _run_step(
-    model: nn.Module, units: list[Unit], ids: torch.Tensor, precision: str
-) -> tuple[list[UnitDescription], _Outside]:
-    """Run the step; of a long model on its first layers, where nothing outside grows with them."""
-    try:
-        first = _run_first(model, units, ids, precision, LAYERS_RUN)
-        if len(first[0]) == len(units):
-            return first
-        if first[1] == _run_first(model, units, ids, precision, LAYERS_RUN // 2)[1]:
-            return first
-    except Exception:  # a model that counts on all its layers; or what the whole one raises, too
-        pass
-    return _run_first(model, units, ids, precision, len(units))
-
-
-def _run_first(
-    model: nn.Module, units: list[Unit], ids: torch.Tensor, precision: str, layers_run: int
-) -> tuple[list[UnitDescription], _Outside]:
-    model.zero_grad()  # of an earlier run: to add to them would be more work
-    with shortened(model, units, layers_run) as some:
-        recorder = StepRecorder(model, some)
-        recorder.run(ids, _PRECISIONS[precision][3])
-    notes = zip(some, recorder.notes, strict=True)
-    return [_described(unit, note, precision) for unit, note in notes], _Outside(
-        recorder.outside_bytes(), sum(recorder.outside.flops), sum(recorder.outside.traffic)
     )
 
 
@@ -232,12 +223,35 @@ def _alike(units: list[UnitDescription]) -> list[UnitDescription]:
     return [replace(unit, **fields[unit.kind]) if unit.is_layer else unit for unit in units]
 
 
-def _fake_model(model: Any, dtype: torch.dtype) -> nn.Module:
-    """The model with fake parameters; call it inside a FakeTensorMode."""
-    if isinstance(model, nn.Module):
-        return _fake_copy(model, dtype).train()
+def _describe_long(
+    whole: nn.Module, dtype: torch.dtype, ids: torch.Tensor, precision: str, layers: Layers
+) -> ModelDescription | None:
+    """Describe a long model by its first layers; None where only all of them will do.
+
+    Each run has a copy of its own: models keep things from their first call on.
+    """
+    units = find_units(whole, layers)
+    found = []
+    for stay in (LAYERS_RUN, LAYERS_RUN // 2):
+        with shortened(whole, units, stay) as is_long:
+            if not is_long:
+                return None
+            copied = _fake_copy(whole, dtype).train()
+        try:
+            found.append(_run_step(copied, ids, precision, layers))
+        except Exception:  # it counts on all its layers
+            return None
+    (described, outside), (fewer, less_outside) = found
+    everything = lengthened(units, described)
+    if everything is None or outside != less_outside or not agree(described, fewer):
+        return None
+    return _put_together(everything, outside, ids, precision)
+
+
+def _built_to_train(config: Any) -> Any:
+    """The model of a configuration, with fake parameters inside a FakeTensorMode."""
     try:
-        built = _built(model)
+        built = _built(config)
     except ImportError as error:
         raise RuntimeError(
             "planning from a configuration needs transformers; pip install transformers"
@@ -245,7 +259,7 @@ def _fake_model(model: Any, dtype: torch.dtype) -> nn.Module:
     built.config.use_cache = False
     if getattr(built, "loss_type", "") is None:  # else transformers warns, and takes this one
         built.loss_type = "ForCausalLM"
-    return _fake_copy(built, dtype).train()
+    return built
 
 
 def _built(config: Any) -> Any:

@@ -302,7 +302,7 @@ void Engine::start_upload(int index, std::uint64_t priority) {
 void Engine::prefetch() {
   constexpr int kSlotsForPairs = 4;
   if (options_.synchronous_moves) return;
-  bool started = false;
+  bool started = false, updating = false;
   const int num_units = static_cast<int>(units_.size());
   int position = position_;
   Direction direction = direction_;
@@ -317,8 +317,11 @@ void Engine::prefetch() {
     if (!offloaded(unit) || position == position_) continue;
     ++seen;
     if (unit.state.residency != Residency::kHost || unit.given_out || unit.users > 0) continue;
-    if (!unit.state.parameters_final()) continue;  // its own update asks again when done
-    if (seen == reach && reach >= kSlotsForPairs && !started) return;
+    if (!unit.state.parameters_final()) {  // its own update asks again when done
+      updating = true;
+      continue;
+    }
+    if (seen == reach && reach >= kSlotsForPairs && !started && !updating) return;
     if (!take_slot(position)) return;
     start_upload(position, static_cast<std::uint64_t>(seen));
     started = true;
@@ -343,6 +346,10 @@ void Engine::wait_idle() {
   });
   rethrow(lock);
 }
+
+// With mutex_ held. A second thread that waits makes everybody look at everything until nobody
+// waits: who is left then may have begun with another unit in mind.
+void Engine::begin_wait(int awaited) { awaited_ = num_waiting_++ == 0 ? awaited : kAnyUnit; }
 
 // With mutex_ held. Something has become of the unit: who waits for it, or for any, looks.
 void Engine::notify(int unit) {

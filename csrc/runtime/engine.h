@@ -217,6 +217,7 @@ class Engine {
   void wait(Lock& lock, double EngineCounters::* cause, int unit, Predicate ready);
   template <typename Predicate>
   void wait_for(Lock& lock, int awaited, double EngineCounters::* cause, int unit, Predicate ready);
+  void begin_wait(int awaited);
   void notify(int unit);
   bool take_slot(int unit);
   BlockPtr take_former_slot(std::size_t bytes);

@@ -112,7 +112,10 @@ void Engine::run_ahead(UpdateLane& lane, int index, AheadTask Unit::* task, std:
   Unit& unit = units_[index];
   (unit.*task).finish(!error);
   if (!std::exchange(unit.update_waits, false)) return notify(index);
-  if (error || unit.update_always) return start_update(index);
+  if (error || unit.update_always) {
+    start_update(index);
+    return notify(index);
+  }
   unit.update = nullptr;  // has been done
   updated(index);
 }
@@ -143,8 +146,7 @@ bool Engine::withdraw(Lock& lock, Unit& unit, bool ticking) {
   if (ticking) {
     tick_until(lock, at_rest);
   } else {
-    ++num_waiting_;
-    awaited_ = kAnyUnit;
+    begin_wait(kAnyUnit);
     changed_.wait(lock, at_rest);
     --num_waiting_;
   }
@@ -347,7 +349,6 @@ void Engine::end_part(Turn& turn) {
     const bool early = Timeline::now() < end;
     const bool interrupted = turn.lane.wait_for_more_urgent(Timeline::time_at(end));
     woken_at_ = Timeline::now();
-    woken_after_ = thread_seconds();
     if (!interrupted) {
       if (early) overslept_ = std::min(woken_at_ - end, kAtOnce);
       break;
@@ -358,6 +359,10 @@ void Engine::end_part(Turn& turn) {
     make_way(turn);
   }
   turn.written = 0;
+  if (rate > 0) {
+    woken_at_ = Timeline::now();
+    woken_after_ = thread_seconds();
+  }
   record(turn);
 }
 

@@ -13,8 +13,7 @@ template <typename Predicate>
 void Engine::tick_until(Lock& lock, Predicate ready, int awaited) {
   constexpr std::chrono::milliseconds kTick(100);
   while (!ready()) {
-    ++num_waiting_;
-    awaited_ = awaited;
+    begin_wait(awaited);
     const bool woken = changed_.wait_for(lock, kTick) == std::cv_status::no_timeout;
     --num_waiting_;
     if (woken || !wait_tick_) continue;

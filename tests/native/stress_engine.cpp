@@ -321,6 +321,41 @@ TEST_CASE("an update at a stated rate lets more urgent ones pass, and does not h
   CHECK(engine.state(1).progress == Progress::kUpdating);
 }
 
+TEST_CASE("two threads that wait for different units both go on") {
+  const auto budget = std::make_shared<Budget>(1 << 20);
+  HostDevice device(budget);
+  HostStore store({budget, budget, true, {}});
+  std::promise<void> started, go;
+  Engine engine(device, store);
+  std::vector<UnitBlocks> units(2);
+  for (UnitBlocks& unit : units) {
+    unit.plan.parameters = unit.plan.gradients = unit.plan.optimizer_state = Tier::kHost;
+    unit.param_bytes = 64;
+    unit.params_host = store.allocate_host(64, "parameters");
+    unit.gradients_host = store.allocate_host(64, "gradients");
+  }
+  HostLink& link = device.link(CopyDirection::kHostToDevice);
+  int ticks = 0;  // of settle(), which is sure to wait by the second
+  engine.set_wait_tick([&] {
+    if (++ticks == 2) link.release_all();
+  });
+  engine.configure(std::move(units), {});
+  AheadWork ahead;
+  ahead.update = [&] {
+    started.set_value();
+    go.get_future().wait();
+  };
+  engine.send_gradients(1, {}, std::move(ahead));
+  started.get_future().wait();
+  link.hold();
+  engine.begin_iteration();
+  std::thread other([&] { CHECK(engine.withdraw(1, /*ticking=*/false)); });
+  engine.settle(0);
+  go.set_value();
+  other.join();
+  CHECK(ticks >= 2);
+}
+
 TEST_CASE("an engine closed with work in flight ends") {
   for (unsigned seed = 100; seed < 140; ++seed) {
     Loop loop(seed, 6, options_for(seed));

@@ -11,7 +11,13 @@ import transformers
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
 
-from autohete.planning import describe_model, find_machine, long_models, profile_model
+from autohete.planning import (
+    describe_model,
+    find_machine,
+    long_models,
+    model_profile,
+    profile_model,
+)
 from autohete.planning.gpt2_shape import GPT2Shape
 from autohete.planning.library import MACHINES
 from autohete.planning.model_profile import describe_gpt2
@@ -237,71 +243,79 @@ def test_a_configuration_of_no_language_model_is_named() -> None:
         describe_model(config, 1, 16)
 
 
-class CountingNet(Net):
-    """Its forward counts on all its layers, by number."""
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for number in range(self.number):
-            x = self.layers[number](x)
-        return x
-
-    def __init__(self, layers: int) -> None:
-        super().__init__(layers)
-        self.number = layers
+def llama(layers: int, **more: Any) -> LlamaConfig:
+    return LlamaConfig(
+        num_hidden_layers=layers, hidden_size=16, intermediate_size=32, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=32, **more,
+    )  # fmt: skip
 
 
-class MixingNet(Net):
-    """Something outside its layers grows with their number."""
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = torch.tanh(x + layer(x))
-        return x
-
-
-class LateNet(Net):
-    """Its kinds of layers differ, and one comes late."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__(layers)
-        self.layers[layers - 20] = nn.Linear(H, H)
-
-
-@pytest.mark.parametrize("net", [Net, CountingNet, MixingNet, LateNet])
-def test_a_long_model_is_described_as_if_all_its_layers_had_run(
-    net: type[Net], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    by_some = describe_model(net(60), B, S, "fp32")
-    monkeypatch.setattr(long_models, "LAYERS_RUN", 60)  # a list is long from twice as many on
-    assert by_some == describe_model(net(60), B, S, "fp32")
-
-
-def test_most_layers_of_a_long_model_are_not_run() -> None:
-    ran: list[int] = []
-
-    class Noting(Mlp):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            ran.append(1)
-            return super().forward(x)
-
-    model = Net(1)
-    model.layers = nn.ModuleList(Noting() for _ in range(1000))
-    described = describe_model(model, B, S, "fp32")
-    assert len(described.units) == 1001
-    assert [unit.name for unit in described.units[-2:]] == ["layers.998", "layers.999"]
-    assert len(model.layers) == 1000
-    assert len(ran) < 100
-
-
-def test_periodic_layers_of_a_long_model_are_described_as_if_all_had_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = transformers.Gemma3TextConfig(
-        num_hidden_layers=54, hidden_size=16, intermediate_size=32, num_attention_heads=2,
+def gemma3(layers: int) -> Any:
+    """Five layers that look at a window, one that looks at everything."""
+    return transformers.Gemma3TextConfig(
+        num_hidden_layers=layers, hidden_size=16, intermediate_size=32, num_attention_heads=2,
         num_key_value_heads=1, head_dim=8, vocab_size=32,
     )  # fmt: skip
-    by_some = describe_model(config, B, S, "bf16")
-    monkeypatch.setattr(long_models, "LAYERS_RUN", 60)
-    assert by_some == describe_model(config, B, S, "bf16")
+
+
+def mixtral(layers: int) -> Any:
+    """Its loss is made of all layers' router logits."""
+    return transformers.MixtralConfig(
+        num_hidden_layers=layers, hidden_size=16, intermediate_size=32, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=2, vocab_size=32, output_router_logits=True,
+    )  # fmt: skip
+
+
+class Late(transformers.models.llama.modeling_llama.LlamaDecoderLayer):
+    """From some layer on there is more to do."""
+
+    def forward(self, hidden_states: torch.Tensor, **keywords: Any) -> Any:
+        if self.self_attn.layer_idx >= 20:
+            hidden_states = torch.tanh(torch.tanh(hidden_states))
+        return super().forward(hidden_states, **keywords)
+
+
+def count_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    runs: list[int] = []
+    run = model_profile._run_step
+
+    def counted(model: nn.Module, *arguments: Any) -> Any:
+        runs.append(len(model.get_submodule("model.layers")))  # type: ignore[arg-type]
+        return run(model, *arguments)
+
+    monkeypatch.setattr(model_profile, "_run_step", counted)
+    return runs
+
+
+@pytest.mark.parametrize(("config", "runs"), [(llama, [24, 12]), (gemma3, [24, 12])])
+def test_a_long_model_is_described_as_if_all_its_layers_had_run(
+    config: Any, runs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = describe_model(config(50), B, S, "bf16")  # not long
+    monkeypatch.setattr(long_models, "LAYERS_RUN", 24)
+    monkeypatch.setattr(model_profile, "LAYERS_RUN", 24)
+    seen = count_runs(monkeypatch)
+    assert describe_model(config(50), B, S, "bf16") == whole
+    assert seen == runs
+
+
+@pytest.mark.parametrize("kind", ["router logits", "more from a layer on"])
+def test_a_long_model_runs_whole_where_its_layers_are_not_all_alike(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "more from a layer on":
+        monkeypatch.setattr(transformers.models.llama.modeling_llama, "LlamaDecoderLayer", Late)
+    config = mixtral(50) if kind == "router logits" else llama(50)
+    whole = describe_model(config, B, S, "bf16")
+    monkeypatch.setattr(long_models, "LAYERS_RUN", 24)
+    monkeypatch.setattr(model_profile, "LAYERS_RUN", 24)
+    seen = count_runs(monkeypatch)
+    assert describe_model(config, B, S, "bf16") == whole
+    assert seen[-1] == 50
+
+
+def test_a_live_model_runs_whole_however_long_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = describe_model(Net(50), B, S, "fp32")
+    monkeypatch.setattr(long_models, "LAYERS_RUN", 24)
+    monkeypatch.setattr(long_models, "shortened", None)
+    assert describe_model(Net(50), B, S, "fp32") == whole
