@@ -12,11 +12,14 @@ namespace autohete {
 template <typename Predicate>
 void Engine::tick_until(Lock& lock, Predicate ready, int awaited) {
   constexpr std::chrono::milliseconds kTick(100);
+  auto next_tick = std::chrono::steady_clock::now() + kTick;
   while (!ready()) {
     begin_wait(awaited);
-    const bool woken = changed_.wait_for(lock, kTick) == std::cv_status::no_timeout;
+    changed_.wait_until(lock, next_tick);
     --num_waiting_;
-    if (woken || !wait_tick_) continue;
+    if (std::chrono::steady_clock::now() < next_tick) continue;
+    next_tick += kTick;
+    if (!wait_tick_) continue;
     lock.unlock();
     wait_tick_();  // a throw leaves with the lock open, which its destructor knows
     lock.lock();
