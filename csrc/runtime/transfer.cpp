@@ -135,7 +135,7 @@ class Doorbell {
 
  private:
   std::mutex mutex_;  // guards all members
-  // Rung without the lock: whoever wakes takes it at once, and the bell outlives all who ring.
+  // Rung without the lock: whoever wakes takes it at once. Whoever rings keeps the bell.
   std::condition_variable rung_;
   bool ringing_ = false;
   Ring pending_;
@@ -395,11 +395,10 @@ void TransferLane::submit(CopyJob job) {
     require(segment.bytes == 0 || (segment.dst && segment.src), "transfer lane: a segment of ",
             segment.bytes, " bytes has a null ", segment.dst ? "src" : "dst", ", expected memory");
   }
-  if (getpid() != impl_->owner_process) {
-    impl_->copy_on_caller(std::move(job));
-  } else if (!impl_->doorbell->submit(job) && job.done) {
-    job.done(closed_error("before the job was submitted"));
-  }
+  if (getpid() != impl_->owner_process) return impl_->copy_on_caller(std::move(job));
+  // Kept here: the job may be over, and the lane destroyed, before the bell has rung.
+  const std::shared_ptr<Doorbell> doorbell = impl_->doorbell;
+  if (!doorbell->submit(job) && job.done) job.done(closed_error("before the job was submitted"));
 }
 
 std::uint64_t TransferLane::bytes_moved() const { return impl_->bytes_moved; }
