@@ -131,7 +131,8 @@ def test_after_memory_ran_out_the_next_step_is_planned_with_more_to_spare():
     trained = AutoHeteWrapper(model, optimizer, gpu_mem="700KiB", profile_path=None).to("cpu")
     for step in range(3):
         loop([16] * 8, trained, optimizer, step)
-    planned = trained.plan
+    room = trained.run.plans._plannable()
+    assert trained.plan.device_peak_bytes <= room
     model.norm.register_forward_hook(wants_more := WantsMore())
     with pytest.raises(torch.OutOfMemoryError):
         trained(*batch(3))
@@ -139,7 +140,9 @@ def test_after_memory_ran_out_the_next_step_is_planned_with_more_to_spare():
     for step in range(3, 6):
         loop([16] * 8, trained, optimizer, step)
     assert trained.report().num_replans == 1
-    assert trained.plan.device_peak_bytes < planned.device_peak_bytes
+    # Times are measured, so which of the plans that fit is the fastest is not always the same.
+    assert trained.run.plans._plannable() < 0.96 * room
+    assert trained.plan.device_peak_bytes <= trained.run.plans._plannable()
     trained.unwrap()
 
 
