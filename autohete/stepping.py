@@ -11,7 +11,7 @@ import types
 import weakref
 from collections.abc import Callable
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from autohete.cuda_update import update_on_cuda
 from autohete.guard import Guard
 from autohete.layout import check_gradients
 from autohete.optim import CPUAdam, CPUAdamW, CPUOptimizer, hyper_of, loaded_state
+from autohete.shown_state import Shown, State, fingerprint
 
 if TYPE_CHECKING:
     from autohete.run import Run
@@ -48,51 +49,6 @@ def _taken(value: Any) -> Any:
     return local.detach().as_subclass(Tensor).clone()
 
 
-def _fingerprint(state: dict[str, Any]) -> list[Any]:
-    """What changes when a value of the state is replaced, or gets another name."""
-    return [*state, *map(id, state.values())]
-
-
-class _State(NamedTuple):
-    """One parameter's state as it was shown last."""
-
-    shown: dict[str, Any]
-    """The values, as the optimizer has them; held, so that their ids stay theirs."""
-
-    local: dict[str, Any]
-    """What of them this rank has."""
-
-    given: dict[str, Any]
-    """The optimizer's own dict, and its fingerprint when the values came into it."""
-
-    fingerprint: list[Any]
-
-
-class _Shown:
-    """All states as they were shown last: a step of the usual kind finds them unchanged.
-
-    Args:
-        parameters: those the engine updates.
-        given: for each the optimizer's own dict, or None where it has none.
-    """
-
-    def __init__(self, parameters: list[nn.Parameter], given: list[dict[str, Any] | None]) -> None:
-        self._parameters = parameters
-        self._given = given
-        self._dicts = [each for each in given if each is not None]
-        self._names, self._ids = self._fingerprints()
-        self._values = [value for each in self._dicts for value in each.values()]  # ids stay theirs
-
-    def _fingerprints(self) -> tuple[list[str], list[int]]:
-        values = chain.from_iterable(map(dict.values, self._dicts))
-        return list(chain.from_iterable(self._dicts)), list(map(id, values))
-
-    def is_still(self, states: dict[Any, Any]) -> bool:
-        """Whether the same dicts hold the same objects under the same names."""
-        same = map(operator.is_, map(states.get, self._parameters), self._given)
-        return all(same) and self._fingerprints() == (self._names, self._ids)
-
-
 class OptimizerBridge:
     """The user's optimizer object, stepped by the engine while it is installed."""
 
@@ -115,8 +71,8 @@ class OptimizerBridge:
         ]
         self._note_groups()
         self._places: dict[int, tuple[int, int]] = {}
-        self._states: dict[tuple[int, int], _State] = {}  # by (unit, parameter)
-        self._shown: _Shown | None = None
+        self._states: dict[tuple[int, int], State] = {}  # by (unit, parameter)
+        self._shown: Shown | None = None
         self._moments_known: list[list[Tensor]] | None = None
         self._step_before: Any = None
         self._installed: Any = None
@@ -348,7 +304,7 @@ class OptimizerBridge:
             for i, parameter in enumerate(unit.parameters):
                 given = states.get(parameter)
                 known = self._states.get((u, i)) if (u, i) not in elsewhere else None
-                if known and given is known.given and _fingerprint(given) == known.fingerprint:
+                if known and given is known.given and fingerprint(given) == known.fingerprint:
                     continue
                 if not self.updates(parameter):
                     continue
@@ -372,7 +328,7 @@ class OptimizerBridge:
                   for i, p in enumerate(unit.parameters) if self.updates(p)]  # fmt: skip
         known = [self._states.get((u, i)) for u, i, _ in places]
         given = [None if state is None else state.given for state in known]
-        self._shown = _Shown([p for *_, p in places], given)
+        self._shown = Shown([p for *_, p in places], given)
 
     def _complete(self, parameter: nn.Parameter, given: dict[str, Any]) -> None:
         """Make what the user took out of a state, where the optimizer would do so at its step."""
@@ -406,7 +362,7 @@ class OptimizerBridge:
                         shown[key] = ranks.shown(part, parameter)
         given = self.optimizer.state[parameter]
         given.update(shown)
-        self._states[(u, i)] = _State(shown, state, given, _fingerprint(given))
+        self._states[(u, i)] = State(shown, state, given, fingerprint(given))
         self._moments_known = self._shown = None
 
     @property
