@@ -112,7 +112,7 @@ void Engine::run_ahead(UpdateLane& lane, int index, AheadTask Unit::* task, std:
   Unit& unit = units_[index];
   (unit.*task).finish(!error);
   if (!std::exchange(unit.update_waits, false)) return notify(index);
-  if (error || unit.update_always) {
+  if (unit.ahead.stage() != AheadTask::Stage::kDone || unit.update_always) {
     start_update(index);
     return notify(index);
   }
