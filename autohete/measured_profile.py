@@ -76,7 +76,10 @@ def _describe(
     p.num_parameters = sum(q.numel() for q in unit.parameters)
     p.param_bytes, p.grad_bytes, p.state_bytes = param_bytes, grad_bytes, state_bytes
     p.master_bytes = param_bytes if grad_bytes else 0
-    p.grad_tensors = sum(1 for q in unit.parameters if q.requires_grad)
+    trained = [q for q in unit.parameters if q.requires_grad]
+    p.grad_tensors = len(trained)
+    largest = max((q.nbytes for q in trained), default=0)
+    p.largest_grad_tensor_bytes = min(largest, grad_bytes)
     p.can_offload_parameters = not unit.is_container
     p.can_recompute = unit.is_layer and not unit.edits_inputs
     same = [m for m, k in zip(meter.measures, kinds, strict=True) if k == kind and m.calls]

@@ -350,10 +350,14 @@ class RunPlan:
             self._rules[bucket] = rules
         if rules is self._rules_now:
             return
+        self.use_rules(rules)
+        self._rules_now = rules
+
+    def use_rules(self, rules: list[ActivationRule]) -> None:
+        """Keep or recompute each unit's activations from the next forward on."""
         for placed, rule in zip(self.placements, rules, strict=True):
             placed.activations = rule
         self._place(self.placements)
-        self._rules_now = rules
 
     def _place(self, placements: list[_C.UnitPlan]) -> None:
         self.placements = placements

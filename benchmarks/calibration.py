@@ -164,9 +164,12 @@ class Loop:
 
     def recompute(self, on: bool) -> None:
         """Recompute every layer from now on, or none."""
-        for placed, unit in zip(self.run.plans.placements, self.run.units, strict=True):
-            rule = ActivationRule.RECOMPUTE if on and unit.is_layer else ActivationRule.KEEP
-            placed.activations = rule
+        self.run.plans.use_rules(
+            [
+                ActivationRule.RECOMPUTE if on and unit.is_layer else ActivationRule.KEEP
+                for unit in self.run.units
+            ]
+        )
 
     def close(self) -> None:
         self.wrapped.unwrap()

@@ -287,6 +287,7 @@ def _unit_on(
         "param_bytes",
         "grad_bytes",
         "grad_tensors",
+        "largest_grad_tensor_bytes",
         "state_bytes",
         "master_bytes",
         "activation_bytes",

@@ -40,6 +40,7 @@ class UnitDescription:
     param_bytes: int
     grad_bytes: int
     grad_tensors: int
+    largest_grad_tensor_bytes: int
     state_bytes: int
     master_bytes: int
     is_layer: bool
@@ -317,6 +318,7 @@ def _described(unit: Unit, note: UnitNote, precision: str) -> UnitDescription:
         param_bytes=sum(tensor_bytes(p) for p in unit.parameters),
         grad_bytes=sum(tensor_bytes(p) for p in trainable),
         grad_tensors=len(trainable),
+        largest_grad_tensor_bytes=max(map(tensor_bytes, trainable), default=0),
         state_bytes=state * num_trainable,
         master_bytes=master * num_trainable,
         activation_bytes=saved,

@@ -25,6 +25,7 @@ _UNIT_FIELDS: dict[str, type] = {
     "param_bytes": int,
     "grad_bytes": int,
     "grad_tensors": int,
+    "largest_grad_tensor_bytes": int,
     "state_bytes": int,
     "master_bytes": int,
     "activation_bytes": int,
@@ -273,7 +274,9 @@ def _with_later_fields(data: Any, **values: Any) -> Any:
 
 def _unit_from_dict(data: Any, where: str) -> _C.UnitProfile:
     unit = _C.UnitProfile()
-    data = _with_later_fields(data, recompute_seconds=0.0, grad_tensors=1)
+    data = _with_later_fields(
+        data, recompute_seconds=0.0, grad_tensors=1, largest_grad_tensor_bytes=0
+    )
     _check_keys(data, set(_UNIT_FIELDS), where)
     _set_fields(unit, data, _UNIT_FIELDS, where)
     return unit

@@ -40,6 +40,7 @@ void bind_data(py::module_& module) {
       .def_readwrite("param_bytes", &UnitProfile::param_bytes)
       .def_readwrite("grad_bytes", &UnitProfile::grad_bytes)
       .def_readwrite("grad_tensors", &UnitProfile::grad_tensors)
+      .def_readwrite("largest_grad_tensor_bytes", &UnitProfile::largest_grad_tensor_bytes)
       .def_readwrite("state_bytes", &UnitProfile::state_bytes)
       .def_readwrite("master_bytes", &UnitProfile::master_bytes)
       .def_readwrite("activation_bytes", &UnitProfile::activation_bytes)

@@ -15,13 +15,14 @@ enum class ActivationRule : std::uint8_t { kKeep, kRecompute };
 
 // One unit as the planner sees it. Units of one `kind` are identical layers.
 struct UnitProfile {
-  std::string name;                  // "transformer.h.3"
-  std::string kind;                  // equal strings: equal layers
-  std::int64_t num_parameters = 0;   // trainable and frozen
-  std::size_t param_bytes = 0;       // in the dtype the device computes with
-  std::size_t grad_bytes = 0;        // trainable ones
-  int grad_tensors = 1;              // they leave the device one by one
-  std::size_t state_bytes = 0;       // moments, and fp32 masters in the half regime
+  std::string name;                           // "transformer.h.3"
+  std::string kind;                           // equal strings: equal layers
+  std::int64_t num_parameters = 0;            // trainable and frozen
+  std::size_t param_bytes = 0;                // in the dtype the device computes with
+  std::size_t grad_bytes = 0;                 // trainable ones
+  int grad_tensors = 1;                       // they leave the device one by one
+  std::size_t largest_grad_tensor_bytes = 0;  // of one of them
+  std::size_t state_bytes = 0;                // moments, and fp32 masters in the half regime
   std::size_t master_bytes = 0;      // fp32 copy the host keeps when only the state is offloaded
   std::size_t activation_bytes = 0;  // kept for backward without checkpointing
   std::size_t checkpoint_bytes = 0;  // kept for backward with checkpointing (its inputs)

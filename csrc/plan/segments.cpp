@@ -12,6 +12,7 @@ namespace {
 bool same_layer(const UnitProfile& a, const UnitProfile& b) {
   return a.num_parameters == b.num_parameters && a.param_bytes == b.param_bytes &&
          a.grad_bytes == b.grad_bytes && a.grad_tensors == b.grad_tensors &&
+         a.largest_grad_tensor_bytes == b.largest_grad_tensor_bytes &&
          a.state_bytes == b.state_bytes && a.master_bytes == b.master_bytes &&
          a.activation_bytes == b.activation_bytes && a.checkpoint_bytes == b.checkpoint_bytes &&
          a.temporary_bytes == b.temporary_bytes &&
@@ -73,6 +74,8 @@ void add_layer(Segment& segment, const UnitProfile& layer, const Profile& profil
   sum.num_parameters += layer.num_parameters;
   sum.param_bytes += layer.param_bytes;
   sum.grad_bytes += layer.grad_bytes;
+  sum.largest_grad_tensor_bytes =
+      std::max(sum.largest_grad_tensor_bytes, layer.largest_grad_tensor_bytes);
   sum.state_bytes += layer.state_bytes;
   sum.master_bytes += layer.master_bytes;
   sum.activation_bytes += layer.activation_bytes;

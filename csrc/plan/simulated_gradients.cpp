@@ -30,6 +30,8 @@ bool SimulatedGradients::start_download() {
 
 void SimulatedGradients::end_download(int k) {
   --leaving_;
+  last_ = k;
+  last_left_ = state_.lanes.now();
   // Of the step's last micro-batch: complete, so its update may run.
   if (++state_.units[k].downloads % state_.walk.repeats() == 0) arrived_.insert({state_.key(k), k});
 }
@@ -61,7 +63,16 @@ bool SimulatedGradients::start_update() {
 std::size_t SimulatedGradients::leaving_bytes() const {
   std::size_t bytes = d2h().busy ? state_.units[d2h().unit].grad_bytes : 0;
   for (const auto& entry : waiting_) bytes += state_.units[entry.second].grad_bytes;
-  return bytes;
+  return bytes + late_bytes();
+}
+
+// A copy takes half as long again now and then; its last tensor is still there meanwhile.
+std::size_t SimulatedGradients::late_bytes() const {
+  const bool is_room = leaving_ + 1 < state_.policy.gradient_buffers;
+  if (last_ < 0 || !is_room) return 0;
+  const SimulatedUnit& unit = state_.units[last_];
+  const bool may_be_late = state_.lanes.now() - last_left_ < unit.seconds.download / 2;
+  return may_be_late ? unit.largest_grad_tensor_bytes : 0;
 }
 
 }  // namespace autohete

@@ -30,9 +30,12 @@ class SimulatedGradients {
 
  private:
   const LaneWork& d2h() const { return state_.lanes[SimulatedLane::kD2h]; }
+  std::size_t late_bytes() const;
 
   SimulatedState& state_;
   int leaving_ = 0;  // gradients computed and not yet on the host
+  int last_ = -1;    // the last unit whose gradients left, and when they had
+  double last_left_ = 0;
   SimulatedQueue waiting_, arrived_;
   SimulatedQueue gated_;  // arrived, for a step that has not been taken
   int gates_seen_ = 0;

@@ -21,6 +21,7 @@ SimulatedUnit unit_at_rest(const Profile& profile, const Plan& plan, std::size_t
   if (i + 1 == plan.units.size()) state.backward += profile.outside_seconds;
   state.param_bytes = unit.param_bytes;
   state.grad_bytes = unit.grad_bytes;
+  state.largest_grad_tensor_bytes = unit.largest_grad_tensor_bytes;
   state.chunks_up = num_chunks(unit.param_bytes, profile.chunk_bytes);
   state.chunks_down = num_chunks(unit.grad_bytes, profile.chunk_bytes);
   return state;

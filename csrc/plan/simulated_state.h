@@ -26,7 +26,8 @@ struct SimulatedUnit {
   double backward = 0;  // recomputed forward included, and the loss in the last unit's
   std::size_t param_bytes = 0;
   std::size_t grad_bytes = 0;
-  std::size_t others_leaving = 0;  // when a backward began
+  std::size_t largest_grad_tensor_bytes = 0;  // of one tensor
+  std::size_t others_leaving = 0;             // when a backward began
   int chunks_up = 1;
   int chunks_down = 1;
   int downloads = 0;        // finished

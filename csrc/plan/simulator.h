@@ -57,7 +57,8 @@ struct Simulation {
   // of the next one, over the second half of the steps.
   double gap_seconds = 0;
   // By unit: the gradients of other units that are on the device, on their way out, when its
-  // backward begins; the most over the second half of the steps.
+  // backward begins; the most over the second half of the steps. Copies are late now and then: a
+  // tensor of what has only just left is among them.
   std::vector<std::size_t> leaving_bytes;
   std::vector<SimulatedSpan> spans;  // of all steps, in order of their ends; empty unless asked for
 };

@@ -42,6 +42,9 @@ void validate_unit(const UnitProfile& unit) {
           ", expected at most param_bytes (", unit.param_bytes, "): one dtype for both");
   require(unit.grad_tensors >= 0 && unit.grad_tensors <= 1000000, where, ": grad_tensors is ",
           unit.grad_tensors, ", expected 0 .. 1000000");
+  require(unit.largest_grad_tensor_bytes <= unit.grad_bytes, where,
+          ": largest_grad_tensor_bytes is ", unit.largest_grad_tensor_bytes,
+          ", expected at most grad_bytes (", unit.grad_bytes, ")");
   require_bytes(where, "state_bytes", unit.state_bytes);
   require_bytes(where, "master_bytes", unit.master_bytes);
   require_bytes(where, "activation_bytes", unit.activation_bytes);

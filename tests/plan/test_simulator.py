@@ -203,6 +203,18 @@ def test_a_backward_on_the_device_waits_for_the_gradients_before_it() -> None:
     assert max(simulation.leaving_bytes) == 6
 
 
+def test_a_tensor_of_what_has_just_left_counts_as_leaving() -> None:
+    # b2 0-1, D2 1-1.75; b1 1-2; when b0 begins at 2, unit 1 leaves and unit 2 has left 0.25 ago,
+    # less than half of its copy. With D2 1-1.6 it was 0.4 ago, more than half.
+    units = layers(3, param_bytes=3, grad_bytes=3, forward_seconds=1.0, backward_seconds=1.0)
+    for unit in units:
+        unit.largest_grad_tensor_bytes = 2
+    for rate, leaving in ((4.0, [5, 3, 0]), (5.0, [3, 3, 0])):
+        profile = make_profile(units, h2d_bytes_per_second=FAST, d2h_bytes_per_second=rate)
+        plan = plan_of(profile, state={0, 1, 2})
+        assert _C.simulate(profile, plan, policy()).leaving_bytes == leaving
+
+
 def test_first_in_first_out_holds_up_the_next_forward() -> None:
     # D5 1-4, D4 4-7, D3 7-10, D2 10-13, D1 13-16, D0 16-19; f0 19-20 .. f5 24-25.
     profile = leaving_profile()
