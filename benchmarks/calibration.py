@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from machine_speed import Speed
 from torch import nn
 
 from autohete import AutoHeteWrapper, Plan
@@ -187,13 +188,15 @@ def plan_like(job: Job, *, parameters: Tier, state: Tier) -> Plan:
     return plan
 
 
-def calibrate(job: Job, batches: tuple[int, int], throttle: Throttle) -> tuple[Profile, Profile]:
-    """Return profiles of the two batch sizes, hardware included."""
+def calibrate(
+    job: Job, batches: tuple[int, int], throttle: Throttle, speed: Speed | None = None
+) -> tuple[Profile, Profile]:
+    """Return profiles of the two batch sizes, hardware included; `speed` is read meanwhile."""
     hardware = HardwareProfile()
     hardware.cpu_params_per_second = throttle.updates_per_second
     hardware.h2d_bytes_per_second = hardware.d2h_bytes_per_second = throttle.link_bytes_per_second
     hardware.device_params_per_second = _device_update_rate(job, batches[0])
-    profiles = _alone(job, batches, hardware)
+    profiles = _alone(job, batches, hardware, speed)
     _add_contention(job, batches[1], throttle, hardware)
     for profile in profiles:
         profile.hardware = hardware
@@ -201,7 +204,7 @@ def calibrate(job: Job, batches: tuple[int, int], throttle: Throttle) -> tuple[P
 
 
 def _alone(
-    job: Job, batches: tuple[int, int], hardware: HardwareProfile
+    job: Job, batches: tuple[int, int], hardware: HardwareProfile, speed: Speed | None
 ) -> tuple[Profile, Profile]:
     """The units' seconds while nothing is copied or updated, and their bytes.
 
@@ -212,6 +215,8 @@ def _alone(
     data = {batch: job.data(batch) for batch in batches}
     seen: dict[tuple[int, bool], list[_Pass]] = {}
     for _ in range(2 + PASSES):
+        if speed is not None:
+            speed.calibrate()
         for batch in batches:
             for recompute in (True, False):
                 loop.data = data[batch]

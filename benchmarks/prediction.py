@@ -4,7 +4,8 @@ On the host device: the model computes on one core, copies and updates run on th
 CPU lane are throttled to stated rates. Each model is timed once, beforehand, at two batch sizes,
 and for what its compute loses beside copies and updates (calibration.py); the settings that count
 have other batches, other budgets, and the plans of all strategies. 24 settings: four models times
-six strategies, two batches and two budgets in turn.
+six strategies, two batches and two budgets in turn. Before a setting is planned and predicted, the
+machine's speed is read (machine_speed.py); what the error would be without is printed too.
 
     python benchmarks/prediction.py [--steps 12] [--json FILE] [--only NAME] [--paced SECONDS]
         [--markdown]
@@ -18,18 +19,17 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
 
 import click
 import numpy as np
-import psutil
 import torch
 from calibration import MODELS, Job, Loop, Throttle, at_batch, calibrate, part_cores
+from machine_speed import Busy, Speed, slowed
 from rich.console import Console
 from rich.table import Table
 
 from autohete import Plan
-from autohete.planning import STRATEGIES, InfeasibleError, Profile, make_plan
+from autohete.planning import STRATEGIES, InfeasibleError, Profile, make_plan, simulate
 
 CALIBRATED, TESTED = (2, 6), (3, 5)  # rows
 BUDGETS = (0.25, 0.6)  # of the way from the strategy's least to what keeps everything
@@ -52,33 +52,22 @@ class Setting:
     measured_bytes: int
     others: float
     """Cores that anything else kept busy meanwhile."""
+    slowness: float
+    """Of the machine just before, as a multiple of what it was at calibration."""
+    calibrated_seconds: float
+    """Predicted for the speed at calibration."""
 
     @property
     def seconds_error(self) -> float:
         return self.predicted_seconds / self.measured_seconds - 1
 
     @property
+    def calibrated_error(self) -> float:
+        return self.calibrated_seconds / self.measured_seconds - 1
+
+    @property
     def bytes_error(self) -> float:
         return self.predicted_bytes / self.measured_bytes - 1
-
-
-class Busy:
-    """How many cores others kept busy since it was made."""
-
-    def __init__(self) -> None:
-        self._start = self._now()
-
-    @staticmethod
-    def _now() -> tuple[float, float]:
-        all_cpus: Any = psutil.cpu_times()
-        busy = sum(all_cpus) - all_cpus.idle - getattr(all_cpus, "iowait", 0.0)
-        busy -= getattr(all_cpus, "guest", 0.0) + getattr(all_cpus, "guest_nice", 0.0)
-        own = psutil.Process().cpu_times()
-        return time.perf_counter(), busy - own.user - own.system
-
-    def others(self) -> float:
-        (begin, before), (end, after) = self._start, self._now()
-        return max(after - before, 0.0) / (end - begin)
 
 
 def plan_of(profile: Profile, strategy: str, share: float) -> tuple[Plan, int]:
@@ -136,17 +125,22 @@ def throttle_for(job: Job) -> Throttle:
 def run_model(name: str, index: int, job: Job, steps: int) -> list[Setting]:
     torch.manual_seed(0)
     throttle = throttle_for(job)
-    profiles = calibrate(job, CALIBRATED, throttle)
+    speed = Speed(job.model(), job.data(CALIBRATED[0]))
+    profiles = calibrate(job, CALIBRATED, throttle, speed)
     settings = []
     for s, strategy in enumerate(STRATEGIES):
         batch = TESTED[(index + s) % 2]
-        profile = at_batch(profiles, CALIBRATED, batch)
+        calibrated, slowness = at_batch(profiles, CALIBRATED, batch), speed.now()
+        profile = slowed(calibrated, slowness)
         plan, budget = plan_of(profile, strategy, BUDGETS[(index + s // 2) % 2])
         seconds, peak, others = measure(job, plan, batch, throttle, steps)
         settings.append(
             Setting(
                 name, strategy, batch, budget, plan.binding_lane, plan.step_seconds, seconds,
-                plan.device_peak_bytes, peak, others,
+                plan.device_peak_bytes, peak, others, slowness,
+                simulate(
+                    calibrated, plan, gated=False if strategy == "autohete" else None
+                ).step_seconds,
             )
         )  # fmt: skip
     return settings
@@ -154,7 +148,7 @@ def run_model(name: str, index: int, job: Job, steps: int) -> list[Setting]:
 
 COLUMNS = (
     "model", "strategy", "rows", "gpu_mem MB", "busiest", "predicted ms", "measured ms", "error",
-    "peak MB predicted", "measured", "error", "others",
+    "peak MB predicted", "measured", "error", "others", "slowness", "error without it",
 )  # fmt: skip
 
 
@@ -164,6 +158,7 @@ def row_of(s: Setting) -> list[str]:
         f"{1e3 * s.predicted_seconds:.1f}", f"{1e3 * s.measured_seconds:.1f}",
         f"{s.seconds_error:+.1%}", f"{s.predicted_bytes / 1e6:.1f}",
         f"{s.measured_bytes / 1e6:.1f}", f"{s.bytes_error:+.1%}", f"{s.others:.2f}",
+        f"{s.slowness:.2f}", f"{s.calibrated_error:+.1%}",
     ]  # fmt: skip
 
 
@@ -176,10 +171,13 @@ def verdicts(settings: list[Setting]) -> list[str]:
         ("device peak, largest relative error", max(map(abs, peaks)), BARS["peak"]),
         ("device peak, most that was above the prediction", max(-min(peaks), 0.0), BARS["under"]),
     ]
-    return [
+    lines = [
         f"{name}: {value:.1%} (bar {bar:.0%}: {'met' if value <= bar else 'not met'})"
         for name, value, bar in figures
     ]
+    calibrated = [abs(s.calibrated_error) for s in settings]
+    mean_of, p90 = mean(calibrated), np.percentile(calibrated, 90)
+    return [*lines, f"without the reading of the machine's speed: {mean_of:.1%} and {p90:.1%}"]
 
 
 def show(settings: list[Setting], markdown: bool) -> None:
