@@ -69,8 +69,9 @@ void HostDevice::copy_async(void* dst, const void* src, std::size_t bytes, Strea
   }
   Stream& target = find(stream);
   const auto direction = static_cast<std::size_t>(target.direction);
-  target.queue.push([this, dst, src, bytes, direction] {
-    lanes_->links[direction].copy(dst, src, bytes, lanes_->links[1 - direction]);
+  const auto now = HostLink::Clock::now();
+  target.queue.push([this, dst, src, bytes, direction, now] {
+    lanes_->links[direction].copy(dst, src, bytes, now, lanes_->links[1 - direction]);
   });
 }
 
@@ -89,7 +90,11 @@ void HostDevice::wait(StreamId stream, const Event& event) {
   if (on_caller(stream)) {
     synchronize(event);
   } else {
-    find(stream).queue.push([state] { state->wait(); });
+    Stream& target = find(stream);
+    target.queue.push([state, &link = link(target.direction)] {
+      state->wait();
+      link.free_from_now();
+    });
   }
 }
 
@@ -114,7 +119,11 @@ void HostDevice::host_callback(StreamId stream, std::function<void()> callback) 
   if (on_caller(stream)) {
     callback();
   } else {
-    find(stream).queue.push(std::move(callback));
+    Stream& target = find(stream);
+    target.queue.push([callback = std::move(callback), &link = link(target.direction)] {
+      callback();
+      link.free_from_now();
+    });
   }
 }
 

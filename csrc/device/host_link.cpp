@@ -8,11 +8,11 @@
 
 namespace autohete {
 
-void HostLink::copy(void* dst, const void* src, std::size_t bytes,
+void HostLink::copy(void* dst, const void* src, std::size_t bytes, Clock::time_point queued_at,
                     const HostLink& other_direction) {
   pass_gate();
   const auto contended = other_direction.num_started() > other_direction.num_ended();
-  const Clock::time_point end = reserve(bytes, contended);
+  const Clock::time_point end = reserve(bytes, queued_at, contended);
   std::memcpy(dst, src, bytes);
   if (end > Clock::now()) {
     // The wait is the emulated link; close() cuts it short.
@@ -20,6 +20,11 @@ void HostLink::copy(void* dst, const void* src, std::size_t bytes,
     changed_.wait_until(lock, end, [&] { return closed_; });
   }
   ++num_ended_;
+}
+
+void HostLink::free_from_now() {
+  std::lock_guard lock(mutex_);
+  free_from_ = Clock::now();
 }
 
 void HostLink::pass_gate() {
@@ -34,7 +39,8 @@ void HostLink::pass_gate() {
   ++num_started_;
 }
 
-HostLink::Clock::time_point HostLink::reserve(std::size_t bytes, bool contended) {
+HostLink::Clock::time_point HostLink::reserve(std::size_t bytes, Clock::time_point queued_at,
+                                              bool contended) {
   std::lock_guard lock(mutex_);
   double seconds = speed_.latency_seconds;
   if (speed_.bytes_per_second > 0) {
@@ -44,7 +50,7 @@ HostLink::Clock::time_point HostLink::reserve(std::size_t bytes, bool contended)
   if (max_delay_seconds_ > 0) {
     seconds += std::uniform_real_distribution<double>(0, max_delay_seconds_)(random_);
   }
-  const auto start = std::max(busy_until_, Clock::now());
+  const auto start = std::max({busy_until_, queued_at, free_from_});
   busy_until_ =
       start + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
   return busy_until_;
@@ -78,12 +84,14 @@ void HostLink::hold() {
 void HostLink::release(std::size_t num_copies) {
   std::lock_guard lock(mutex_);
   permits_ += num_copies;
+  free_from_ = Clock::now();
   changed_.notify_all();
 }
 
 void HostLink::release_all() {
   std::lock_guard lock(mutex_);
   held_ = false;
+  free_from_ = Clock::now();
   changed_.notify_all();
 }
 

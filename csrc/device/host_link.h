@@ -22,10 +22,16 @@ struct LinkSpeed {
 // Any thread. `mutex_` guards everything but the atomics.
 class HostLink {
  public:
+  using Clock = std::chrono::steady_clock;
+
   // Copies and blocks for as long as the link would take: the copy ends no earlier than its start
-  // + latency + bytes / speed, and copies of one direction follow each other. Throws
-  // std::runtime_error when a failure was asked for or the link is closed.
-  void copy(void* dst, const void* src, std::size_t bytes, const HostLink& other_direction);
+  // + latency + bytes / speed, and copies of one direction follow each other. One that was queued
+  // when the one before ended starts there, however late this thread wakes: the link keeps its
+  // speed. Throws std::runtime_error when a failure was asked for or the link is closed.
+  void copy(void* dst, const void* src, std::size_t bytes, Clock::time_point queued_at,
+            const HostLink& other_direction);
+  // Copies were held back by something else until now: none starts earlier.
+  void free_from_now();
 
   // Speed of the copies that start from now on. Throws std::invalid_argument.
   void set_speed(const LinkSpeed& speed);
@@ -46,10 +52,9 @@ class HostLink {
   std::size_t num_ended() const { return num_ended_; }
 
  private:
-  using Clock = std::chrono::steady_clock;
-
-  void pass_gate();                                              // takes the lock
-  Clock::time_point reserve(std::size_t bytes, bool contended);  // takes the lock
+  void pass_gate();  // takes the lock
+  Clock::time_point reserve(std::size_t bytes, Clock::time_point queued_at,
+                            bool contended);  // takes the lock
 
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -61,6 +66,7 @@ class HostLink {
   double max_delay_seconds_ = 0;
   std::mt19937_64 random_;
   Clock::time_point busy_until_{};
+  Clock::time_point free_from_{};
   std::atomic<std::size_t> num_started_{0};
   std::atomic<std::size_t> num_ended_{0};
 };

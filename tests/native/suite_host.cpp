@@ -64,6 +64,33 @@ TEST_CASE("directions that disturb each other are slower together") {
   CHECK(seconds_for(device, 100000, 1) >= 0.02);
 }
 
+TEST_CASE("a copy starts when it was queued or the one before ended, however late it is made") {
+  HostLink link, other;
+  link.set_speed({.latency_seconds = 60});
+  std::vector<std::byte> a(256), b(256);
+  const auto long_ago = Clock::now() - std::chrono::seconds(150);
+  link.copy(a.data(), b.data(), 256, long_ago, other);  // ended 90 s ago
+  link.copy(a.data(), b.data(), 256, long_ago, other);  // and 30 s ago: nothing to wait for
+  CHECK_EQ(link.num_ended(), std::size_t{2});
+}
+
+TEST_CASE("copies that were held back take their whole time afterwards") {
+  HostDevice device(std::make_shared<Budget>(1 << 20));
+  HostLink& link = device.link(kUp);
+  std::vector<std::byte> a(256), b(256);
+  const StreamId up = device.create_stream(kUp);
+  link.hold();
+  link.set_speed({.latency_seconds = 0.01});
+  const auto queued = Clock::now();
+  for (int i = 0; i < 3; ++i) device.copy_async(a.data(), b.data(), 256, up);
+  const Event end = device.record(up);
+  while (Clock::now() < queued + std::chrono::milliseconds(40)) std::this_thread::yield();
+  const auto start = Clock::now();
+  link.release_all();
+  device.synchronize(end);
+  CHECK(std::chrono::duration<double>(Clock::now() - start).count() >= 0.03);
+}
+
 TEST_CASE("a link setting out of range is refused") {
   HostLink link;
   CHECK_THROWS(link.set_speed({.bytes_per_second = -1}), std::invalid_argument, "-1");
