@@ -294,6 +294,7 @@ class AutoHeteWrapper(nn.Module):
         try:
             saved = file.content
             checkpoint.check_entries(saved, {"model": self, "optimizer": None, **others})
+            checkpoint.check_model(self.module, saved["model"])  # else the optimizer is blamed
             run = self.run
             native = run is not None and run.bridge.native
             if "optimizer" in saved:

@@ -194,6 +194,15 @@ def other_shape(content: Any) -> None:
     name = next(iter(content["model"]))
     content["model"][name] = torch.ones(2, 3)
 
+def on_meta(folder: Path) -> Any:
+    path = folder / "state.pt"
+    attached().save_checkpoint(path)
+    with torch.device("meta"):
+        model = make_gpt()
+    trained = AutoHeteWrapper(model, adamw(model), gpu_mem="16MiB", profile_path=None)
+    return trained.load_checkpoint(path)
+
+
 
 def other_groups(content: Any) -> None:
     content["optimizer"]["param_groups"][0]["params"].pop()
@@ -489,6 +498,30 @@ CASES = {
         lambda f: loaded(f, lambda content: content.update(epoch=3), epoch=3),
         "epoch is int",
         "load_state_dict()",
+    "a checkpoint without a state dict": Case(
+        lambda f: loaded(f, lambda c: c | {"model": 3}),
+        "model is a int",
+        "expected the model's state dict",
+        "model.state_dict()",
+    ),
+    "a checkpoint with something else than tensors": Case(
+        lambda f: loaded(f, lambda c: c | {"model": dict.fromkeys(c["model"], 1.0)}),
+        "is a float",
+        "expected a tensor of shape",
+        "build the model that was saved",
+    ),
+    "a checkpoint for a model on meta": Case(
+        on_meta,
+        "is on the meta device",
+        "expected memory to load into",
+        "call .cuda()",
+    ),
+    "a checkpoint whose optimizer is none": Case(
+        lambda f: loaded(f, lambda c: c | {"optimizer": 3}),
+        "optimizer is a int",
+        'a state dict with "state"',
+        "optimizer.state_dict()",
+    ),
         "values are in the returned dict",
     ),
     # ---- the optimizer by itself
