@@ -45,6 +45,7 @@ from autohete.layout import (
     move_buffers,
     safest_plan,
 )
+from autohete.other_optimizers import OtherOptimizers
 from autohete.planning import Plan, format_bytes
 from autohete.run_plan import RunPlan
 from autohete.run_trace import RunTrace
@@ -177,6 +178,7 @@ class Run:
         self._shares_from: tuple[float, dict[str, Any]] | None = None
         self._shares_to: tuple[float, dict[str, Any]] | None = None
         self.early = EarlyUpdates(weakref.proxy(self), config.updates_early())
+        self._others = OtherOptimizers(self)
         self._attach(masters_kept)
         _LIVE.add(self)
 
@@ -261,6 +263,7 @@ class Run:
         if target == self.side.torch_device:
             self.side.check_room_for_plain_tensors(self.engine.bytes_to_leave())
         self.abandon()
+        self._others.stop()
         self.bridge.remove()
         for forward in reversed(self._hooked):
             forward.remove()
@@ -524,6 +527,7 @@ class Run:
     def end_backward(self) -> None:
         """The outermost backward is over: all gradients are final."""
         self._backward_open = False
+        self._others.backward_over()
         for call in reversed(self._open_calls):
             call.is_open = False
             if self.trace:
@@ -630,4 +634,5 @@ class Run:
             self.step_seconds.append(now - self._last_commit)
         self._last_commit = now
         self._in_a_step = self._forwards_wait = False
+        self._others.stop()
         self.num_steps += 1
