@@ -197,8 +197,12 @@ class AutoHeteWrapper(nn.Module):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in use; None until the first step was measured."""
-        return None if self.run is None else self.run.plan
+        """The plan in use; None while the model is on no device.
+
+        Before the first step it is the one that needs least memory (strategy "safest"): that step
+        is measured under it.
+        """
+        return None if self.run is None else self.run.plans.in_use
 
     def report(self) -> RunReport:
         """Return what was predicted and measured so far."""
