@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autohete.cli.output import ends_a_tenth, print_json, print_rows
+from autohete.cli.output import print_json, print_rows
+from autohete.cli.progress import ends_a_tenth
 from autohete.cli.types import SIZE, of_the_command_line
 
 if TYPE_CHECKING:
