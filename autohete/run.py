@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
@@ -280,6 +281,12 @@ class Run:
         self.side.close()
         if self.ranks:
             self.ranks.close()
+
+    def __del__(self) -> None:
+        """Garbage with updates in flight: who kept parameters or moments gets newest values."""
+        if not sys.is_finalizing() and getattr(self, "ranks", None) is None:
+            with contextlib.suppress(Exception):  # half made, say
+                self.synchronize()
 
     def leave_if_dropped(self) -> None:
         """Detach where nobody has the wrapper any more, who could call unwrap()."""
