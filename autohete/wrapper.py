@@ -32,6 +32,17 @@ def _itself(model: nn.Module) -> nn.Module:
     return model
 
 
+def _check_not_inside(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        for child_name, child in module._modules.items():
+            if isinstance(child, AutoHeteWrapper):
+                inside = f"{name}.{child_name}" if name else child_name
+                raise ValueError(
+                    f"model: {inside} is an AutoHeteWrapper, expected plain modules inside the one "
+                    "that is wrapped; unwrap() it, and wrap the outer model only"
+                )
+
+
 class AutoHeteWrapper(nn.Module):
     """Train `model` with `optimizer` within `gpu_mem` of device memory and `cpu_mem` of the host's.
 
@@ -91,6 +102,7 @@ class AutoHeteWrapper(nn.Module):
                 "unwrap() on it before wrapping again"
             )
         check_types(model, optimizer)
+        _check_not_inside(model)
         vars(self)["module"] = model
         vars(self)["_optimizer"] = optimizer
         vars(self)["_config"] = config
@@ -392,6 +404,20 @@ class AutoHeteWrapper(nn.Module):
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> AutoHeteWrapper:
+        """Take a move by a module around this one as to(); what changes nothing is taken, too."""
+        kinds = {(t.dtype, t.device) for t in (*self.parameters(), *self.buffers())}
+        before = [torch.empty(1, dtype=dtype, device=device) for dtype, device in kinds]
+        after = [fn(tensor) for tensor in before]
+        same = [
+            b is a and (a.is_cuda or not a.is_shared()) for b, a in zip(before, after, strict=True)
+        ]
+        if all(same):
+            return self
+        devices = {tensor.device for tensor in after}
+        moved = len(devices) == 1 and devices.isdisjoint(device for _, device in kinds)
+        if moved and [tensor.dtype for tensor in after] == [tensor.dtype for tensor in before]:
+            self._attach(devices.pop())
+            return self
         raise ValueError(
             "AutoHeteWrapper: dtype conversions (half(), float(), double()) and share_memory() are "
             "not possible after wrapping; use precision= when wrapping, or unwrap() first"

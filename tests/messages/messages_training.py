@@ -39,6 +39,10 @@ def unattached() -> AutoHeteWrapper:
     return AutoHeteWrapper(model, adamw(model), gpu_mem="16MiB")
 
 
+def wrapped_inside() -> Any:
+    return wrap(nn.Sequential(make_gpt(), nn.Sequential(unattached())))
+
+
 def wrapped_twice() -> Any:
     model = make_gpt()
     first = wrap(model)
@@ -49,7 +53,7 @@ def wrapped_twice() -> Any:
 
 
 def promise_broken() -> Any:
-    """Two losses where one backward was promised to be followed by step()."""
+    """Losses one after the other where backward was promised to be followed by step()."""
     model = make_gpt()
     optimizer = adamw(model)
     wrapped = AutoHeteWrapper(
@@ -59,7 +63,7 @@ def promise_broken() -> Any:
     for step in range(3):
         plain_loop(wrapped, optimizer, step)
     try:
-        for step in range(2):
+        for step in range(1000):  # until an update has begun before the next forward takes it back
             tokens, targets = batch(step)
             wrapped(tokens, targets).backward()
     finally:
@@ -190,10 +194,6 @@ def torn(folder: Path) -> Any:
     return trained.load_checkpoint(path)
 
 
-def other_shape(content: Any) -> None:
-    name = next(iter(content["model"]))
-    content["model"][name] = torch.ones(2, 3)
-
 def on_meta(folder: Path) -> Any:
     path = folder / "state.pt"
     attached().save_checkpoint(path)
@@ -202,6 +202,10 @@ def on_meta(folder: Path) -> Any:
     trained = AutoHeteWrapper(model, adamw(model), gpu_mem="16MiB", profile_path=None)
     return trained.load_checkpoint(path)
 
+
+def other_shape(content: Any) -> None:
+    name = next(iter(content["model"]))
+    content["model"][name] = torch.ones(2, 3)
 
 
 def other_groups(content: Any) -> None:
@@ -256,6 +260,12 @@ CASES = {
     ),
     "a model wrapped twice": Case(
         lambda f: wrapped_twice(), "wrapped already", "a plain module", "call unwrap()"
+    ),
+    "a wrapper inside the model": Case(
+        lambda f: wrapped_inside(),
+        "1.0 is an AutoHeteWrapper",
+        "plain modules",
+        "unwrap() it",
     ),
     "a parameter in two wrappers": Case(
         lambda f: parts_of_two(), "parameter", "one wrapper for each parameter", "wrap one module"
@@ -488,16 +498,6 @@ CASES = {
         "expected (",
         "build the model that was saved",
     ),
-    "a checkpoint of another optimizer": Case(
-        lambda f: loaded(f, other_groups),
-        "groups have",
-        "expected [",
-        "build the optimizer that was saved",
-    ),
-    "a value where an object is wanted": Case(
-        lambda f: loaded(f, lambda content: content.update(epoch=3), epoch=3),
-        "epoch is int",
-        "load_state_dict()",
     "a checkpoint without a state dict": Case(
         lambda f: loaded(f, lambda c: c | {"model": 3}),
         "model is a int",
@@ -522,6 +522,16 @@ CASES = {
         'a state dict with "state"',
         "optimizer.state_dict()",
     ),
+    "a checkpoint of another optimizer": Case(
+        lambda f: loaded(f, other_groups),
+        "groups have",
+        "expected [",
+        "build the optimizer that was saved",
+    ),
+    "a value where an object is wanted": Case(
+        lambda f: loaded(f, lambda content: content.update(epoch=3), epoch=3),
+        "epoch is int",
+        "load_state_dict()",
         "values are in the returned dict",
     ),
     # ---- the optimizer by itself
