@@ -117,7 +117,7 @@ class SavedFile:
 
     def read(self, saved: Tensor) -> Tensor:
         """Return a stand-in's tensor in memory of its own."""
-        tensor = torch.empty_strided(saved.size(), saved.stride(), dtype=saved.dtype)
+        tensor = torch.empty_strided(saved.size(), saved.stride(), dtype=saved.dtype, device="cpu")
         self._read_bytes(tensor, saved)
         return tensor
 
@@ -137,13 +137,13 @@ class SavedFile:
         storage: Any = saved.untyped_storage()
         offset: int = storage._checkpoint_offset
         if not _is_dense(saved):
-            whole = torch.empty(storage.nbytes(), dtype=torch.uint8)
+            whole = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
             self._fill(whole, offset)
-            view: Any = torch.empty(0, dtype=saved.dtype)
+            view: Any = torch.empty(0, dtype=saved.dtype, device="cpu")
             view.set_(whole.untyped_storage(), saved.storage_offset(), saved.size(), saved.stride())
             target.copy_(view)
             return
-        flat: Any = torch.empty(0, dtype=torch.uint8)
+        flat: Any = torch.empty(0, dtype=torch.uint8, device="cpu")
         start = target.storage_offset() * target.itemsize
         flat.set_(target.untyped_storage(), start, (target.nbytes,), (1,))
         self._fill(flat, offset + int(saved.storage_offset()) * saved.itemsize)

@@ -282,6 +282,15 @@ class Run:
         if self.ranks:
             self.ranks.close()
 
+    def check_is_left(self, what: str) -> None:
+        """Raise RuntimeError where this thread is inside a forward or backward of the model."""
+        lock: Any = self.lock
+        if (self._depth and lock._is_owned()) or (self._backward_open and in_backward()):
+            raise RuntimeError(
+                f"{what}: called from a hook inside forward or backward of the model, expected a "
+                "call between steps; set a flag there, and call it after backward()"
+            )
+
     def __del__(self) -> None:
         """Garbage with updates in flight: who kept parameters or moments gets newest values."""
         if not sys.is_finalizing() and getattr(self, "ranks", None) is None:

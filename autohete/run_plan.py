@@ -194,7 +194,7 @@ class RunPlan:
             self._absorb(gradients_persist)
         if first:
             self.plan = self._safest()
-        if self._bridge.native:
+        if self._bridge.native and self._units:
             self._plan_for_the_largest()
         if not first:
             self.num_replans += 1

@@ -167,6 +167,7 @@ class AutoHeteWrapper(nn.Module):
 
         Raises:
             torch.OutOfMemoryError: they do not fit there; nothing has changed.
+            RuntimeError: called inside a forward or backward of the model, from a hook of it.
         """
         target = None if device is None else torch.device(device)
         if target is not None and target.type == "cuda" and not torch.cuda.is_available():
@@ -177,6 +178,7 @@ class AutoHeteWrapper(nn.Module):
         if target is not None and target.type not in ("cpu", "cuda"):
             raise ValueError(f"unwrap: device is {target}, expected cpu or cuda")
         if self.run is not None:
+            self.run.check_is_left("unwrap")
             self.run.detach(target)
             vars(self)["run"] = None
         vars(self)["_unwrapped"] = True
@@ -345,6 +347,13 @@ class AutoHeteWrapper(nn.Module):
                 "wrapper averages gradients over the ranks of torch.distributed by itself"
             )
         return getattr(self.module, name)
+
+    def __len__(self) -> int:
+        container: Any = self.module
+        return len(container)
+
+    def __bool__(self) -> bool:
+        return True  # a model is one, whether it has a length or not
 
     def __getitem__(self, key: Any) -> Any:
         container: Any = self.module
