@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.utils._pytree import tree_map
 
 from autohete.unreadable import why_not_a_checkpoint, why_torch_refused
@@ -116,7 +117,7 @@ class SavedFile:
 
     def read(self, saved: Tensor) -> Tensor:
         """Return a stand-in's tensor in memory of its own."""
-        tensor = torch.empty_strided(saved.size(), saved.stride(), dtype=saved.dtype)
+        tensor = torch.empty_strided(saved.size(), saved.stride(), dtype=saved.dtype, device="cpu")
         self._read_bytes(tensor, saved)
         return tensor
 
@@ -136,13 +137,13 @@ class SavedFile:
         storage: Any = saved.untyped_storage()
         offset: int = storage._checkpoint_offset
         if not _is_dense(saved):
-            whole = torch.empty(storage.nbytes(), dtype=torch.uint8)
+            whole = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
             self._fill(whole, offset)
-            view: Any = torch.empty(0, dtype=saved.dtype)
+            view: Any = torch.empty(0, dtype=saved.dtype, device="cpu")
             view.set_(whole.untyped_storage(), saved.storage_offset(), saved.size(), saved.stride())
             target.copy_(view)
             return
-        flat: Any = torch.empty(0, dtype=torch.uint8)
+        flat: Any = torch.empty(0, dtype=torch.uint8, device="cpu")
         start = target.storage_offset() * target.itemsize
         flat.set_(target.untyped_storage(), start, (target.nbytes,), (1,))
         self._fill(flat, offset + int(saved.storage_offset()) * saved.itemsize)
@@ -187,40 +188,61 @@ def check_entries(saved: Any, wanted: Mapping[str, Any]) -> None:
             )
 
 
-@torch.no_grad()
-def load_model(file: SavedFile, model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Bring a model's state dict in, tensor by tensor. Nothing has changed when it raises.
-
-    Raises:
-        ValueError: keys or shapes are not the model's.
-    """
-    present = model.state_dict()
-    _check_names(present, saved)
-    extra: dict[str, Any] = {}
-    for name, target in present.items():
-        if isinstance(target, Tensor) and isinstance(saved[name], Tensor):
-            file.read_into(target, saved[name])
-        else:
-            extra[name] = file.read_all(saved[name])
-    if extra:  # what modules add through get_extra_state()
-        model.load_state_dict(extra, strict=False)
-
-
-def _check_names(present: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    missing, foreign = present.keys() - saved.keys(), saved.keys() - present.keys()
-    if missing or foreign:
-        some = sorted(missing)[:3], sorted(foreign)[:3]
+def check_model(model: nn.Module, saved: Any) -> None:
+    """Raise ValueError unless the state dict is one of this model, by its keys and shapes."""
+    if not isinstance(saved, Mapping):
         raise ValueError(
-            f"load_checkpoint: {len(missing)} of the model's keys are missing {some[0]} and "
-            f"{len(foreign)} are not its own {some[1]}, expected this model's; build the model "
+            f"load_checkpoint: model is a {type(saved).__name__}, expected the model's state dict; "
+            'save {"model": model.state_dict()}'
+        )
+    present = model.state_dict()
+    missing = [name for name in present if name not in saved]
+    foreign = [name for name in saved if name not in present]
+    if missing or foreign:
+        raise ValueError(
+            f"load_checkpoint: {len(missing)} of the model's keys are missing {missing[:3]} and "
+            f"{len(foreign)} are not its own {foreign[:3]}, expected this model's; build the model "
             "that was saved"
         )
     for name, target in present.items():
-        if isinstance(target, Tensor) and target.shape != saved[name].shape:
+        value = saved[name]
+        if name.endswith(_EXTRA_STATE_KEY_SUFFIX):
+            continue  # whatever a module makes of it
+        if isinstance(target, Tensor) and not isinstance(value, Tensor):
             raise ValueError(
-                f"load_checkpoint: {name} has shape {tuple(saved[name].shape)}, expected "
+                f"load_checkpoint: {name} is a {type(value).__name__}, expected a tensor of shape "
                 f"{tuple(target.shape)}; build the model that was saved"
             )
+        if isinstance(target, Tensor) and target.shape != value.shape:
+            raise ValueError(
+                f"load_checkpoint: {name} has shape {tuple(value.shape)}, expected "
+                f"{tuple(target.shape)}; build the model that was saved"
+            )
+        if isinstance(target, Tensor) and target.is_meta:
+            raise ValueError(
+                f"load_checkpoint: {name} is on the meta device, expected memory to load into; "
+                'call .cuda() or .to("cpu") on the wrapper first'
+            )
+
+
+@torch.no_grad()
+def load_model(file: SavedFile, model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Bring a model's state dict in, tensor by tensor, which check_model() has taken.
+
+    What state_dict() gives that is not the model's own memory (get_extra_state(), hooks that copy)
+    goes through load_state_dict().
+    """
+    own: dict[str, Tensor] = {}
+    own.update(model.named_parameters(remove_duplicate=False))
+    own.update(model.named_buffers(remove_duplicate=False))
+    others: dict[str, Any] = {}
+    for name, target in model.state_dict().items():
+        if name in own and own[name].data_ptr() == target.data_ptr():
+            file.read_into(target, saved[name])
+        else:
+            others[name] = file.read_all(saved[name])
+    if others:
+        model.load_state_dict(others, strict=False)
 
 
 def check_optimizer(
@@ -231,6 +253,11 @@ def check_optimizer(
     Args:
         state_keys: what a parameter's state may consist of; None: anything.
     """
+    if not isinstance(saved, Mapping) or not saved.keys() >= {"state", "param_groups"}:
+        raise ValueError(
+            f"load_checkpoint: optimizer is a {type(saved).__name__}, expected a state dict with "
+            '"state" and "param_groups"; save {"optimizer": optimizer.state_dict()}'
+        )
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     given = [len(group["params"]) for group in saved["param_groups"]]
     if sizes != given:

@@ -73,7 +73,7 @@ class Config:
             raise ValueError(
                 f"strategy is {self.strategy!r}, expected one of {', '.join(STRATEGIES)}"
             )
-        if self.precision is not None and self.precision not in PRECISIONS:
+        if self.precision is not None and self.precision not in tuple(PRECISIONS):
             raise ValueError(
                 f"precision is {self.precision!r}, expected one of {', '.join(PRECISIONS)}"
             )

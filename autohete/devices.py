@@ -190,7 +190,11 @@ class CudaSide:
         value, exp_avg, exp_avg_sq = torch.zeros(3, count, device=self.torch_device)
         parameter = torch.nn.Parameter(value)
         parameter.grad = torch.zeros_like(value)
-        state = {"step": torch.tensor(0.0), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        state = {
+            "step": torch.tensor(0.0, device="cpu"),
+            "exp_avg": exp_avg,
+            "exp_avg_sq": exp_avg_sq,
+        }
         rule = _C.AdamHyper(lr=0.0, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0)
         with torch.no_grad():
             update_group([(parameter, state)], rule)

@@ -262,7 +262,7 @@ class Ranks:
 
     def _all_of_parts(self, yes: bool) -> bool:
         """all_of(), from the share thread."""
-        answer = torch.tensor([yes], dtype=torch.uint8)
+        answer = torch.tensor([yes], dtype=torch.uint8, device="cpu")
         work = dist.all_reduce(answer, dist.ReduceOp.MIN, group=self.parts, async_op=True)
         self.wait(work, "sharing memory", self.parts)
         return bool(answer.item())

@@ -180,7 +180,7 @@ class GradientExchange:
             return [bucket.versions() for bucket in self._buckets[unit]]
 
     def _on_any_rank(self, units: set[int]) -> set[int]:
-        marks = torch.zeros(len(self.order) + 1, dtype=torch.uint8)
+        marks = torch.zeros(len(self.order) + 1, dtype=torch.uint8, device="cpu")
         marks[list(units)] = 1
         marks[-1] = int(self.wants_plan())
         work = dist.all_reduce(marks, dist.ReduceOp.MAX, group=self._ranks.host, async_op=True)
@@ -206,7 +206,7 @@ class GradientExchange:
 
         As torch.nn.utils.clip_grad_norm_ does; a parameter that all have whole counts once.
         """
-        square = torch.zeros((), dtype=torch.float64)
+        square = torch.zeros((), dtype=torch.float64, device="cpu")
         parts = [p for buckets in self._buckets for b in buckets for p in b.own_parts()]
         for part, counts in parts:
             if counts:

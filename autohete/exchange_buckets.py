@@ -74,7 +74,7 @@ class Bucket:
                 view.copy_(p.grad)
         flat[: self.numel].div_(num_ranks)  # before the sum, which may overflow in half precision
         flat[self.numel :] = 0
-        changed = torch.tensor(self.changed(), dtype=flat.dtype)
+        changed = torch.tensor(self.changed(), dtype=flat.dtype, device="cpu")
         flat[self.numel : self.numel + len(changed)] = changed
 
     def unpack(self, flat: Tensor) -> None:
@@ -172,7 +172,7 @@ class RowsBucket(Bucket):
                 self._lay_out(i, rank, view)
         segments[:, : self.numel].div_(num_ranks)
         segments[:, self.numel :] = 0
-        changed = torch.tensor(self.changed(), dtype=flat.dtype)
+        changed = torch.tensor(self.changed(), dtype=flat.dtype, device="cpu")
         segments[:, self.numel : self.numel + len(changed)] = changed.to(flat.device)
 
     def _lay_out(self, i: int, rank: int, view: Tensor) -> None:

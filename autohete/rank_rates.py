@@ -106,7 +106,7 @@ class _Timer:
         return run
 
     def gather_on_host(self, num_bytes: int) -> Callable[[], None]:
-        rows = torch.zeros(num_bytes // 4)
+        rows = torch.zeros(num_bytes // 4, device="cpu")
         return lambda: self._ranks.bring_parts([rows], self._ranks.parts)
 
     def gather_on_device(self, num_bytes: int) -> Callable[[], None]:

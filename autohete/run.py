@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
@@ -45,6 +46,7 @@ from autohete.layout import (
     move_buffers,
     safest_plan,
 )
+from autohete.other_optimizers import OtherOptimizers
 from autohete.planning import Plan, format_bytes
 from autohete.run_plan import RunPlan
 from autohete.run_trace import RunTrace
@@ -177,6 +179,7 @@ class Run:
         self._shares_from: tuple[float, dict[str, Any]] | None = None
         self._shares_to: tuple[float, dict[str, Any]] | None = None
         self.early = EarlyUpdates(weakref.proxy(self), config.updates_early())
+        self._others = OtherOptimizers(self)
         self._attach(masters_kept)
         _LIVE.add(self)
 
@@ -261,6 +264,7 @@ class Run:
         if target == self.side.torch_device:
             self.side.check_room_for_plain_tensors(self.engine.bytes_to_leave())
         self.abandon()
+        self._others.stop()
         self.bridge.remove()
         for forward in reversed(self._hooked):
             forward.remove()
@@ -277,6 +281,21 @@ class Run:
         self.side.close()
         if self.ranks:
             self.ranks.close()
+
+    def check_is_left(self, what: str) -> None:
+        """Raise RuntimeError where this thread is inside a forward or backward of the model."""
+        lock: Any = self.lock
+        if (self._depth and lock._is_owned()) or (self._backward_open and in_backward()):
+            raise RuntimeError(
+                f"{what}: called from a hook inside forward or backward of the model, expected a "
+                "call between steps; set a flag there, and call it after backward()"
+            )
+
+    def __del__(self) -> None:
+        """Garbage with updates in flight: who kept parameters or moments gets newest values."""
+        if not sys.is_finalizing() and getattr(self, "ranks", None) is None:
+            with contextlib.suppress(Exception):  # half made, say
+                self.synchronize()
 
     def leave_if_dropped(self) -> None:
         """Detach where nobody has the wrapper any more, who could call unwrap()."""
@@ -524,6 +543,7 @@ class Run:
     def end_backward(self) -> None:
         """The outermost backward is over: all gradients are final."""
         self._backward_open = False
+        self._others.backward_over()
         for call in reversed(self._open_calls):
             call.is_open = False
             if self.trace:
@@ -630,4 +650,5 @@ class Run:
             self.step_seconds.append(now - self._last_commit)
         self._last_commit = now
         self._in_a_step = self._forwards_wait = False
+        self._others.stop()
         self.num_steps += 1

@@ -50,7 +50,7 @@ _RESERVE_PER_REFUSAL = 0.05  # of gpu_mem, left free after memory ran out under 
 class RunPlan:
     """Decides plans and brings the engine under them. Nothing may be in flight when it does.
 
-    `plan` is what users see: None until the first step was measured.
+    `plan` is None until the first step was measured; `in_use` is what users see.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class RunPlan:
         self._exchange = exchange
         self._kept = KeptProfile(config.profile_path)
         self.plan: Plan | None = None
+        self._first: Plan | None = None  # what the first step is measured under
         self.profile: _C.Profile | None = None
         self.placements: list[_C.UnitPlan] = []
         # Of every unit: hooks ask many times a step, and a binding's property takes microseconds.
@@ -87,6 +88,11 @@ class RunPlan:
         self._pressed = False
         self._refusals = 0
         self.tracing = False  # the user wants the timeline to go on
+
+    @property
+    def in_use(self) -> Plan | None:
+        """The plan that was decided or given; before, the one that the first step runs under."""
+        return self.plan or self._first
 
     # ---------------------------------------------------------------- asked by the hooks
 
@@ -154,7 +160,8 @@ class RunPlan:
                 "Give more gpu_mem, a plan that offloads or recomputes more, or a smaller batch."
             )
             return
-        self._apply(self._safest())
+        self._first = self._safest()
+        self._apply(self._first)
         self._meter = self._new_meter()
         self._engine.record_timeline(True)
         self._side.set_advice(
@@ -187,7 +194,7 @@ class RunPlan:
             self._absorb(gradients_persist)
         if first:
             self.plan = self._safest()
-        if self._bridge.native:
+        if self._bridge.native and self._units:
             self._plan_for_the_largest()
         if not first:
             self.num_replans += 1

@@ -115,6 +115,9 @@ class RunReport:
         }
         return numbers | {"autohete/waited_seconds": sum(getattr(self, name) for name in waits)}
 
+    def _strategy(self) -> str:
+        return f"strategy {self.strategy}" if self.strategy else "not planned yet"
+
     def _apart(self) -> list[str]:
         """One line where prediction and measurement differ by more than _FAR, and what it means."""
         predicted, measured = self.step_seconds_predicted, self.step_seconds_measured
@@ -153,7 +156,7 @@ class RunReport:
 
         return "\n".join(
             (
-                f"steps            {self.num_steps} (strategy {self.strategy})",
+                f"steps            {self.num_steps} ({self._strategy()})",
                 f"device memory    budget {size(self.device_budget_bytes)}, predicted "
                 f"{size(self.device_peak_predicted_bytes)}, measured "
                 f"{size(self.device_peak_measured_bytes)}",

@@ -317,7 +317,7 @@ class OptimizerBridge:
                     continue
                 if known and all(given.get(key) is value for key, value in known.shown.items()):
                     continue
-                step = torch.as_tensor(given["step"]).float()
+                step = torch.as_tensor(given["step"], device="cpu").float()
                 arrays = [_taken(given.get(key)) for key in _ARRAYS]
                 engine.adopt_state(u, i, step, *arrays)
                 self._publish(u, i)

@@ -32,6 +32,17 @@ def _itself(model: nn.Module) -> nn.Module:
     return model
 
 
+def _check_not_inside(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        for child_name, child in module._modules.items():
+            if isinstance(child, AutoHeteWrapper):
+                inside = f"{name}.{child_name}" if name else child_name
+                raise ValueError(
+                    f"model: {inside} is an AutoHeteWrapper, expected plain modules inside the one "
+                    "that is wrapped; unwrap() it, and wrap the outer model only"
+                )
+
+
 class AutoHeteWrapper(nn.Module):
     """Train `model` with `optimizer` within `gpu_mem` of device memory and `cpu_mem` of the host's.
 
@@ -91,6 +102,7 @@ class AutoHeteWrapper(nn.Module):
                 "unwrap() on it before wrapping again"
             )
         check_types(model, optimizer)
+        _check_not_inside(model)
         vars(self)["module"] = model
         vars(self)["_optimizer"] = optimizer
         vars(self)["_config"] = config
@@ -155,6 +167,7 @@ class AutoHeteWrapper(nn.Module):
 
         Raises:
             torch.OutOfMemoryError: they do not fit there; nothing has changed.
+            RuntimeError: called inside a forward or backward of the model, from a hook of it.
         """
         target = None if device is None else torch.device(device)
         if target is not None and target.type == "cuda" and not torch.cuda.is_available():
@@ -165,6 +178,7 @@ class AutoHeteWrapper(nn.Module):
         if target is not None and target.type not in ("cpu", "cuda"):
             raise ValueError(f"unwrap: device is {target}, expected cpu or cuda")
         if self.run is not None:
+            self.run.check_is_left("unwrap")
             self.run.detach(target)
             vars(self)["run"] = None
         vars(self)["_unwrapped"] = True
@@ -197,8 +211,12 @@ class AutoHeteWrapper(nn.Module):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in use; None until the first step was measured."""
-        return None if self.run is None else self.run.plan
+        """The plan in use; None while the model is on no device.
+
+        Before the first step it is the one that needs least memory (strategy "safest"): that step
+        is measured under it.
+        """
+        return None if self.run is None else self.run.plans.in_use
 
     def report(self) -> RunReport:
         """Return what was predicted and measured so far."""
@@ -294,6 +312,7 @@ class AutoHeteWrapper(nn.Module):
         try:
             saved = file.content
             checkpoint.check_entries(saved, {"model": self, "optimizer": None, **others})
+            checkpoint.check_model(self.module, saved["model"])  # else the optimizer is blamed
             run = self.run
             native = run is not None and run.bridge.native
             if "optimizer" in saved:
@@ -328,6 +347,13 @@ class AutoHeteWrapper(nn.Module):
                 "wrapper averages gradients over the ranks of torch.distributed by itself"
             )
         return getattr(self.module, name)
+
+    def __len__(self) -> int:
+        container: Any = self.module
+        return len(container)
+
+    def __bool__(self) -> bool:
+        return True  # a model is one, whether it has a length or not
 
     def __getitem__(self, key: Any) -> Any:
         container: Any = self.module
@@ -387,6 +413,20 @@ class AutoHeteWrapper(nn.Module):
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> AutoHeteWrapper:
+        """Take a move by a module around this one as to(); what changes nothing is taken, too."""
+        kinds = {(t.dtype, t.device) for t in (*self.parameters(), *self.buffers())}
+        before = [torch.empty(1, dtype=dtype, device=device) for dtype, device in kinds]
+        after = [fn(tensor) for tensor in before]
+        same = [
+            b is a and (a.is_cuda or not a.is_shared()) for b, a in zip(before, after, strict=True)
+        ]
+        if all(same):
+            return self
+        devices = {tensor.device for tensor in after}
+        moved = len(devices) == 1 and devices.isdisjoint(device for _, device in kinds)
+        if moved and [tensor.dtype for tensor in after] == [tensor.dtype for tensor in before]:
+            self._attach(devices.pop())
+            return self
         raise ValueError(
             "AutoHeteWrapper: dtype conversions (half(), float(), double()) and share_memory() are "
             "not possible after wrapping; use precision= when wrapping, or unwrap() first"

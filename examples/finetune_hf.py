@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from autohete import AutoHeteWrapper, CPUAdamW
+from autohete.cli.progress import steps_shown
 from autohete.demo.text import batches, standard_library_text
 
 CONTEXT = 64
@@ -49,13 +50,15 @@ def build(shape: str) -> PreTrainedModel:
     )
 
 
-def train(model: Any, optimizer: Optimizer, text: Tensor, steps: int, device: str) -> list[float]:
+def train(
+    model: Any, optimizer: Optimizer, text: Tensor, steps: int, device: str, title: str
+) -> list[float]:
     """The loop of every tutorial; returns the losses."""
     torch.manual_seed(1)  # dropout
     data = batches(text, batch=4, context=CONTEXT, seed=0)
     losses = []
     model.train()
-    for _ in range(steps):
+    for _ in steps_shown(title, steps):
         tokens = next(data)[0].to(device)
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
@@ -73,7 +76,7 @@ def fine_tune(shape: str, options: argparse.Namespace) -> bool:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model = AutoHeteWrapper(model, optimizer, gpu_mem=options.gpu_mem)
     model = model.cuda() if options.device == "cuda" else model.to("cpu")
-    losses = train(model, optimizer, text, options.steps, options.device)
+    losses = train(model, optimizer, text, options.steps, options.device, shape)
     prompt = torch.tensor([list(b"def ")], device=options.device)
     with torch.no_grad():
         written = model.generate(prompt, max_new_tokens=24, do_sample=False, pad_token_id=0)
@@ -82,7 +85,8 @@ def fine_tune(shape: str, options: argparse.Namespace) -> bool:
     print(f"  {model.report()}")
     if not options.check:
         return True
-    train(plain, CPUAdamW(plain.parameters(), lr=1e-3), text, options.steps, "cpu")
+    reference = CPUAdamW(plain.parameters(), lr=1e-3)
+    train(plain, reference, text, options.steps, "cpu", f"{shape}, plain PyTorch")
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     largest = max((a.detach() - b.detach()).abs().max().item() for a, b in pairs)
     print(f"  largest difference from plain PyTorch: {largest!r}")

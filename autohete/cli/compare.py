@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autohete.cli.output import StepLines, print_json, print_rows, working
+from autohete.cli.output import print_json, print_rows
+from autohete.cli.progress import Steps
 from autohete.cli.types import SIZE, of_the_command_line
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def command(
     seed: int, most: float | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Train a small GPT under autohete and in plain fp32, and compare them layer by layer."""
-    with working("training twice"):
+    with Steps("preparing", 2 * steps) as shown:
         from autohete.demo.against_plain import compare_with_plain
         from autohete.demo.gpt import GPTConfig
         from autohete.demo.training import DemoOptions
@@ -59,8 +60,7 @@ def command(
             device=device,
             gpu_mem=gpu_mem,
         )
-        lines = {which: StepLines(which, steps) for which in ("autohete", "plain PyTorch")}
-        found = compare_with_plain(options, precision, lambda which, step: lines[which].show(step))
+        found = compare_with_plain(options, precision, lambda which, step: shown.done(which))
     if as_json:
         print_json([difference.to_dict() for difference in found])
     else:

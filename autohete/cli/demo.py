@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autohete.cli.output import ends_a_tenth, print_json, print_rows
+from autohete.cli.output import print_json, print_rows
+from autohete.cli.progress import ends_a_tenth
 from autohete.cli.types import SIZE, of_the_command_line
 
 if TYPE_CHECKING:
@@ -184,9 +185,10 @@ class _Progress:
         from autohete.planning import format_plan
         from autohete.report.tables import plan_table
 
-        plan = getattr(model, "plan", None)
+        run: Any = getattr(model, "run", None)
+        plan = None if run is None else run.plan
         if plan is not None and plan is not self._plan_shown:
-            profile = getattr(getattr(model, "run", None), "profile", None)
+            profile = run.profile
             console = self._bar.console
             if console.is_terminal:
                 console.print(plan_table(plan, profile))

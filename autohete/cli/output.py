@@ -74,22 +74,3 @@ def working(text: str) -> Iterator[None]:
         return
     with console(err=True).status(text):
         yield
-
-
-def ends_a_tenth(step: int, steps: int) -> bool:
-    """Whether a tenth of the way is done after this step, the first being 0."""
-    return (step + 1) * 10 // steps > step * 10 // steps
-
-
-class StepLines:
-    """A line on stderr for every tenth of the steps, where there is no terminal for `working`."""
-
-    def __init__(self, title: str, steps: int) -> None:
-        self._title = title
-        self._steps = steps
-
-    def show(self, step: int) -> None:
-        """A step is done, the first being 0."""
-        if not sys.stderr.isatty() and ends_a_tenth(step, self._steps):
-            line = f"{self._title}: step {step + 1} of {self._steps}"
-            print(line, file=sys.stderr, flush=True)

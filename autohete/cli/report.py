@@ -31,7 +31,7 @@ The page is one file that needs no network. A run is written by model.report().s
     "-o",
     "--output",
     type=NEW_FILE,
-    help="The page.  [default: SOURCE's name with .html]",
+    help="The page.  [default: SOURCE's name with .html, in the current folder]",
 )
 @click.option("--gpu", type=MACHINE, help="A known machine, e.g. a100-40; for a model.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="For a model.")

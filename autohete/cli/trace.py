@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from autohete.cli.output import StepLines, print_json, working
+from autohete.cli.output import print_json
+from autohete.cli.progress import Steps
 from autohete.cli.types import NEW_FILE, SIZE
 
 _EPILOG = """\b
@@ -49,9 +50,10 @@ def command(
     else:
         from autohete.demo.traced import traced_run
 
-        with working(f"training {steps} steps"):
-            lines = StepLines("autohete", steps)
-            report = traced_run(steps=steps, gpu_mem=gpu_mem, device=device, on_step=lines.show)
+        with Steps("training", steps) as shown:
+            report = traced_run(
+                steps=steps, gpu_mem=gpu_mem, device=device, on_step=lambda step: shown.done()
+            )
         if save_to is not None:
             save_run(save_to, report)
     details = report.details

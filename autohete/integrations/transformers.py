@@ -167,7 +167,7 @@ class AutoHeteCallback(TrainerCallback):  # type: ignore[misc]
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in use; None until the first step was measured."""
+        """The plan in use, AutoHeteWrapper.plan; None while no training runs."""
         return None if self._wrapper is None else self._wrapper.plan
 
     def report(self) -> RunReport:

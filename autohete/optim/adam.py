@@ -140,7 +140,8 @@ class CPUAdamW(CPUOptimizer):
             return
         self._check_param(param)
         if not isinstance(state.get("step"), Tensor):  # a number would not be counted on
-            state["step"] = torch.tensor(float(state.get("step", 0.0)), dtype=torch.float32)
+            step = float(state.get("step", 0.0))
+            state["step"] = torch.tensor(step, dtype=torch.float32, device="cpu")
         for key in _MOMENTS if amsgrad else _MOMENTS[:2]:
             if key not in state:
                 state[key] = self._new_state(key, param, grad, state, self._moment_dtype).zero_()

@@ -112,4 +112,5 @@ def _loaded_step(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     # A float32 counts to 2^24.
-    return torch.tensor(float(value), dtype=torch.float32 if value < 2**24 else torch.float64)
+    dtype = torch.float32 if value < 2**24 else torch.float64
+    return torch.tensor(float(value), dtype=dtype, device="cpu")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import numbers
 import re
+from typing import Any
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
@@ -23,6 +25,9 @@ def parse_bytes(size: int | float | str, name: str = "size") -> int:
     >>> parse_bytes("24GiB"), parse_bytes("40 gb"), parse_bytes(40e9)
     (25769803776, 40000000000, 40000000000)
     """
+    given: Any = size
+    if not isinstance(given, bool) and isinstance(given, numbers.Integral):
+        size = int(given)  # NumPy's, say
     if isinstance(size, bool) or not isinstance(size, (int, float, str)):
         raise ValueError(f"{name} is {size!r}, expected bytes or a string such as '24GiB'")
     number = _parse_text(size, name) if isinstance(size, str) else size

@@ -94,9 +94,17 @@ def format_plan(plan: _C.Plan, profile: _C.Profile | None = None) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip()
         for line in lines
     ]
-    text.append(
-        f"strategy {plan.strategy}, window {plan.window}, "
+    text.append(f"strategy {plan.strategy}, window {plan.window}, {_predicted(plan)}")
+    return "\n".join(text)
+
+
+def _predicted(plan: _C.Plan) -> str:
+    if plan.strategy == "safest" and not plan.step_seconds:
+        return (
+            "least device memory; the first step is measured under it, the others run under it "
+            "only where the planner has no plan of its own"
+        )
+    return (
         f"device {format_bytes(plan.device_peak_bytes)}, host {format_bytes(plan.host_bytes)}, "
         f"step {plan.step_seconds * 1e3:.1f} ms, bound by {plan.binding_lane or 'nothing known'}"
     )
-    return "\n".join(text)

@@ -92,6 +92,8 @@ class TorchUnit {
             const std::vector<at::Tensor>& masters, const std::vector<bool>& updated,
             bool with_state, bool amsgrad, const UnitPlan& plan, Store& store, c10::Device device,
             const CopyAndWait& copy, RankOf rank = {});
+  // Without leave() (the model is garbage): what somebody still knows by address stays mapped.
+  ~TorchUnit() { drop_spare(); }
 
   const std::string& name() const { return name_; }
   const UnitPlan& plan() const { return plan_; }

@@ -201,3 +201,44 @@ def test_the_generated_page_is_what_the_planner_says_today() -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+# ---------------------------------------------------------------- files
+
+
+def files_of_the_reader() -> set[str]:
+    """What the code and the commands of README and quick start write where they are called."""
+    names = {"autohete_profile.json"}
+    for page in (ROOT / "README.md", ROOT / "docs/quickstart.md"):
+        for code in blocks(page, "python"):
+            names |= set(re.findall(r'(?:save|trace|save_checkpoint)\("([^"]+)"', code))
+        for code in blocks(page, "sh"):
+            names |= set(re.findall(r"--run (\S+)", code))
+            names |= {Path(source).stem + ".html" for source in re.findall(r"report (\S+)", code)}
+            if "autohete trace" in code:
+                names.add("trace.json")
+    return names
+
+
+def test_what_the_first_commands_write_leaves_a_clone_clean() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a clone")
+    names = files_of_the_reader()
+    assert names >= {"7b.html", "autohete_run.json", "autohete_run.html", "trace.json", "run.pt"}
+    done = subprocess.run(
+        ["git", "check-ignore", *sorted(names)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert names - set(done.stdout.split()) == set(), done.stderr
+
+
+def test_the_quick_starts_plan_moves_something_off_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = blocks(ROOT / "docs/quickstart.md", "python")[0]
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(code, "docs/quickstart.md", "exec"), names)
+    shown = capsys.readouterr().out
+    assert "strategy autohete" in shown
+    assert re.search(r"^\S.*  (device|host) +host$", shown, re.M), shown
+    names["model"].unwrap()

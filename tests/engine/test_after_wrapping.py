@@ -129,6 +129,72 @@ def test_copies_and_pickles_of_wrapper_and_optimizer_are_plain():
     trained.unwrap()
 
 
+# ------------------------------------------------------------------- inside a larger module
+
+
+class Scaled(nn.Module):
+    """A model of the user's around one that is wrapped, or is not."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.net(*inputs) * self.scale
+
+
+def scaled_loop(outer: Scaled, optimizer: Any, rest: Any, step: int) -> float:
+    loss = outer(*batch(step))
+    loss.backward()
+    optimizer.step()
+    rest.step()
+    optimizer.zero_grad()
+    rest.zero_grad()
+    return loss.item()
+
+
+def test_a_wrapper_inside_a_larger_module_is_the_model_in_it():
+    runs = []
+    for wrapped in (False, True):
+        model = make_gpt()
+        optimizer = adamw(model)
+        outer = Scaled(wrap(model, optimizer) if wrapped else model)
+        rest = torch.optim.SGD([outer.scale], lr=0.1)
+        torch.manual_seed(7)
+        losses = [scaled_loop(outer, optimizer, rest, step) for step in range(5)]
+        names = [name for name, _ in outer.named_parameters()]
+        runs.append((losses, names, {k: v.clone() for k, v in outer.state_dict().items()}))
+        if wrapped:
+            assert outer.to("cpu") is outer
+            assert outer.float() is outer
+            with pytest.raises(ValueError, match="precision="):
+                outer.half()
+            with pytest.raises(ValueError, match="share_memory"):
+                outer.share_memory()
+            with pytest.raises(ValueError, match="not possible after wrapping"):
+                outer.to_empty(device="cpu")
+            outer.load_state_dict(runs[0][2])
+            assert not outer.eval().net.module.blocks[0].training
+            assert type(copy.deepcopy(outer).net) is type(model)
+            outer.net.unwrap()
+    (losses, names, state), (ours, our_names, our_state) = runs
+    assert (ours, our_names) == (losses, names)
+    assert list(our_state) == list(state)
+    assert all(torch.equal(our_state[key], value) for key, value in state.items())
+
+
+def test_a_larger_module_that_is_moved_before_the_first_step_attaches_nothing_by_staying():
+    model = make_gpt()
+    wrapper = AutoHeteWrapper(model, adamw(model), gpu_mem="16MiB", profile_path=None)
+    outer = Scaled(wrapper)
+    outer.to("cpu"), outer.float()
+    assert wrapper.run is None
+    with pytest.raises(ValueError, match=r"to: device is meta, expected cuda, or cpu"):
+        outer.to("meta")
+    assert wrapper.run is None
+
+
 # ------------------------------------------------------------------- memory
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
+import subprocess
+import sys
 import threading
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from models import batch, make_gpt
-from oracle import adamw, assert_bit_equal, forced_plan, plain_loop, train
+from oracle import Result, adamw, assert_bit_equal, forced_plan, plain_loop, train
 from torch import nn
 
 from autohete import AutoHeteWrapper, CPUAdamW
@@ -242,3 +246,164 @@ def test_a_trace_begun_before_the_plan_holds_what_came_after(tmp_path):
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     trained.unwrap()
     assert sum(event["name"].startswith("update") for event in events) > 0
+
+
+@pytest.mark.parametrize("kind", ["all+c", "state"])
+def test_a_thread_that_copies_the_state_while_another_trains_holds_nobody_up(kind):
+    """In a process of its own: what waits for ever does so without Python."""
+    body = f"import test_attacks as t; t.read_while_training({kind!r}); print('over')"
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", body], capture_output=True, text=True, timeout=100,
+        env={**os.environ, "PYTHONPATH": path}, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "over\n"), done.stderr
+
+
+def read_while_training(kind: str) -> None:
+    faulthandler.dump_traceback_later(80, exit=True)
+    model = make_gpt(layers=4, width=64)
+    optimizer = adamw(model)
+    trained = AutoHeteWrapper(
+        model, optimizer, gpu_mem="64MiB", plan=forced_plan(model, kind), profile_path=None
+    ).to("cpu")
+    over = threading.Event()
+    reads = [0]
+
+    def read():
+        while not over.is_set():
+            {key: value.clone() for key, value in model.state_dict().items()}
+            reads[0] += 1
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    torch.manual_seed(7)
+    losses = [plain_loop(trained, optimizer, step) for step in range(40)]
+    over.set()
+    thread.join()
+    trained.unwrap()
+    plain = make_gpt(layers=4, width=64)
+    reference = adamw(plain)
+    torch.manual_seed(7)
+    assert losses == [plain_loop(plain, reference, step) for step in range(40)]
+    assert reads[0] > 0
+
+
+UNWRAPPING = {
+    "a forward hook": lambda block, call: block.register_forward_hook(call),
+    "a backward hook": lambda block, call: block.out.register_full_backward_hook(call),
+    "a gradient's hook": (
+        lambda block, call: block.out.weight.register_post_accumulate_grad_hook(call)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["all+c", "device"])
+@pytest.mark.parametrize("where", UNWRAPPING)
+def test_unwrapping_inside_a_pass_is_refused_and_training_goes_on(where, kind):
+    expected = train(wrap=None, steps=3)
+    model = make_gpt()
+    optimizer = adamw(model)
+    trained = AutoHeteWrapper(
+        model, optimizer, gpu_mem="16MiB", plan=forced_plan(model, kind), profile_path=None
+    ).to("cpu")
+    said: list[str] = []
+
+    def unwrap(*_):
+        with pytest.raises(RuntimeError, match="unwrap: called from a hook inside") as error:
+            trained.unwrap()
+        said.append(str(error.value))
+
+    torch.manual_seed(7)
+    losses = [plain_loop(trained, optimizer, 0)]
+    hook = UNWRAPPING[where](model.blocks[1], unwrap)
+    losses.append(plain_loop(trained, optimizer, 1))
+    hook.remove()
+    assert said
+    losses.append(plain_loop(trained, optimizer, 2))
+    trained.unwrap()
+    assert_bit_equal(Result(losses, model, optimizer), expected)
+
+
+def test_unwrapping_after_a_pass_that_ended_in_an_exception_is_fine():
+    for hook in UNWRAPPING.values():
+        model = make_gpt()
+        optimizer = adamw(model)
+        trained = AutoHeteWrapper(
+            model, optimizer, gpu_mem="16MiB", plan=forced_plan(model, "all"), profile_path=None
+        ).to("cpu")
+
+        def fail(*_):
+            raise KeyError("the user's")
+
+        hook(model.blocks[1], fail)
+        with pytest.raises(KeyError):
+            plain_loop(trained, optimizer, 0)
+        assert trained.unwrap() is model
+
+
+@pytest.mark.parametrize("plan", [None, "all"])
+def test_a_model_without_parameters_runs(plan):
+    model = nn.Sequential(nn.ReLU(), nn.Tanh())
+    optimizer = CPUAdamW([{"params": []}])
+    trained = AutoHeteWrapper(
+        model, optimizer, gpu_mem="1MiB", profile_path=None,
+        plan=forced_plan(model, plan) if plan else None,
+    ).to("cpu")  # fmt: skip
+    for _ in range(4):
+        x = torch.ones(3, requires_grad=True)
+        trained(x).sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(x.grad, 1 - torch.ones(3).tanh().square())
+    assert "0" in str(trained.report())
+    trained.unwrap()
+
+
+def test_a_wrapped_container_has_its_length_and_any_wrapper_is_true():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    trained = AutoHeteWrapper(model, optimizer_of(model), gpu_mem="1MiB")
+    assert len(trained) == 2 and list(reversed(trained)) == [model[1], model[0]]
+    other = make_gpt()
+    wrapper = AutoHeteWrapper(other, adamw(other), gpu_mem="16MiB")
+    assert wrapper
+    with pytest.raises(TypeError, match="TinyGPT"):
+        len(wrapper)
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("kind", ["all+c", "device"])
+def test_a_default_device_does_not_reach_what_is_the_hosts(kind, half, tmp_path):
+    """torch.set_default_device("cuda"), with the one that shows on any machine."""
+
+    def build():
+        model = make_gpt(dropout=0.0)
+        return model.bfloat16() if half else model
+
+    plain = build()
+    reference = adamw(plain)
+    data = [batch(step) for step in range(6)]
+
+    def step_of(model, optimizer, number):
+        loss = model(*data[number])
+        with torch.device("meta"):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.item()
+
+    expected = [step_of(plain, reference, step) for step in range(6)]
+    losses = []
+    for first in (0, 3):
+        model = build()
+        optimizer = adamw(model)
+        with torch.device("meta"):
+            trained = AutoHeteWrapper(
+                model, optimizer, gpu_mem="16MiB", plan=forced_plan(model, kind), profile_path=None
+            ).to("cpu")
+            if first:
+                trained.load_checkpoint(tmp_path / "run.pt")
+        losses += [step_of(trained, optimizer, step) for step in range(first, first + 3)]
+        with torch.device("meta"):
+            trained.save_checkpoint(tmp_path / "run.pt")
+            trained.unwrap()
+    assert_bit_equal(Result(losses, model, optimizer), Result(expected, plain, reference))

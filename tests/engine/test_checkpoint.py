@@ -195,6 +195,74 @@ def test_odd_layouts_buffers_and_extra_state_are_taken_up(tmp_path):
     trained.unwrap(), second.unwrap()
 
 
+class Counting(nn.Linear):
+    """Its extra state is a tensor made anew at each call, of a size of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.seen = [0.0]
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor(self.seen)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.seen = state.tolist()
+
+
+def renamed(model: nn.Module) -> None:
+    """State dicts with copies under other names, as some libraries make them."""
+
+    def save(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+        for key in list(state):
+            state[f"model.{key}"] = state.pop(key).clone()
+
+    def load(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+        for key in list(state):
+            state[key.removeprefix("model.")] = state.pop(key)
+
+    model.register_state_dict_post_hook(save)
+    model.register_load_state_dict_pre_hook(load)
+
+
+@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize("change", ["extra state", "copies", "other names"])
+def test_what_is_not_the_models_own_memory_is_taken_up_too(change, attached, tmp_path):
+    def make(value: float) -> tuple[nn.Module, AutoHeteWrapper]:
+        model = nn.Sequential(Counting(), Counting())
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(value)
+        if change == "copies":
+            model.register_state_dict_post_hook(
+                lambda m, state, *_: state.update(
+                    {k: v.clone() for k, v in state.items() if isinstance(v, torch.Tensor)}
+                )
+            )
+        if change == "other names":
+            renamed(model)
+        trained = AutoHeteWrapper(model, adamw(model), gpu_mem="1MiB", profile_path=None)
+        return model, trained.to("cpu") if attached else trained
+
+    model, trained = make(1.0)
+    model[1].seen = [1.0, 2.0, 3.0]
+    trained.save_checkpoint(tmp_path / "run.pt")
+    other, second = make(2.0)
+    second.load_checkpoint(tmp_path / "run.pt")
+    for p in other.parameters():
+        assert torch.equal(p, torch.ones_like(p))
+    assert other[1].seen == [1.0, 2.0, 3.0]
+    trained.unwrap(), second.unwrap()
+
+
+def test_a_checkpoint_for_a_model_without_memory_is_refused(tmp_path):
+    saved_file(tmp_path / "run.pt")
+    with torch.device("meta"):
+        model = build()
+    trained = AutoHeteWrapper(model, adamw(model), gpu_mem="16MiB", profile_path=None)
+    with pytest.raises(ValueError, match=r"positions is on the meta device, expected memory"):
+        trained.load_checkpoint(tmp_path / "run.pt")
+
+
 # ------------------------------------------------------------------- refusals
 
 
@@ -207,6 +275,12 @@ def saved_file(path: Path) -> dict[str, Any]:
 
 def without(saved: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in saved.items() if key != name}
+
+
+def of_another(**options: Any) -> dict[str, Any]:
+    """Model and optimizer of a checkpoint of another model: the model is what has to be named."""
+    model = make_gpt(**{"layers": 2, **options})
+    return {"model": model.state_dict(), "optimizer": adamw(model).state_dict()}
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -228,6 +302,23 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "groups": (
         lambda s: s | {"optimizer": s["optimizer"] | {"param_groups": []}},
         r"groups have \[\] parameters",
+    ),
+    "a model of more layers": (
+        lambda s: s | of_another(layers=3),
+        r"0 of the model's keys are missing \[\] and 12 are not its own \['blocks.2.norm1.weight'",
+    ),
+    "a wider model": (
+        lambda s: s | of_another(width=64),
+        r"positions has shape \(16, 64\), expected \(16, 32\)",
+    ),
+    "no tensor": (
+        lambda s: s | {"model": s["model"] | {"positions": [1.0]}},
+        r"positions is a list, expected a tensor of shape \(16, 32\)",
+    ),
+    "no state dict": (lambda s: s | {"model": 3}, "model is a int, expected the model's state"),
+    "no optimizer": (lambda s: s | {"optimizer": 3}, "optimizer is a int, expected a state dict"),
+    "half an optimizer": (
+        lambda s: s | {"optimizer": {"state": {}}}, "optimizer is a dict, expected a state dict",
     ),
 }  # fmt: skip
 

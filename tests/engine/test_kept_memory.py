@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -359,3 +361,36 @@ def test_state_beside_some_that_was_kept_goes_where_the_next_plan_wants_it():
         return loss.item()
 
     same(loop, steps=8, plan=partial(forced_plan, kinds="all"))
+
+
+def taken_from_a_model_that_is_garbage() -> None:
+    """Nobody has called unwrap(), and what runs ahead of step() had two homes for the state."""
+    model = SMALL()
+    optimizer = adamw(model)
+    keywords: dict[str, Any] = {"gpu_mem": "64MiB", "cpu_mem": "64MiB", "profile_path": None}
+    plan = forced_plan(model, "all")
+    trained = AutoHeteWrapper(model, optimizer, plan=plan, **keywords).to("cpu")
+    held = []
+    for step in range(8):
+        plain_loop(trained, optimizer, step)
+        trained.synchronize()
+        if step > 3:
+            held += [torch.from_dlpack(s["exp_avg"]) for s in optimizer.state.values()]
+    assert trained.run.engine.counters()["updates_ahead"] > 0
+    run = weakref.ref(trained.run)
+    del model, optimizer, trained
+    gc.collect()
+    assert run() is None
+    assert all(torch.isfinite(h).all() for h in held)
+    copies = [torch.full_like(h, 7.0) for h in held]  # given the same memory, if it were free
+    assert all((h != c).any() for h, c in zip(held, copies, strict=True) if h.numel() > 1)
+
+
+def test_what_was_taken_can_be_read_after_the_model_is_garbage():
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    body = "import test_kept_memory as t; t.taken_from_a_model_that_is_garbage(); print('read')"
+    done = subprocess.run(
+        [sys.executable, "-c", body], capture_output=True, text=True, timeout=100,
+        env={**os.environ, "PYTHONPATH": path}, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "read\n"), done.stderr

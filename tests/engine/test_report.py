@@ -9,6 +9,7 @@ from models import make_gpt
 from oracle import adamw, forced_plan, plain_loop
 
 from autohete import AutoHeteWrapper
+from autohete.planning import UnitPlan
 
 SHARES = ("compute_share", "h2d_share", "d2h_share", "cpu_share")
 
@@ -69,3 +70,37 @@ def test_a_prediction_that_is_far_off_is_said_with_what_it_usually_means(
     assert bool(lines) == (words is not None)
     if words:
         assert words in lines[0] and "usually" in lines[0]
+
+
+def test_the_plan_before_the_first_step_is_the_one_that_step_runs_under():
+    model = make_gpt()
+    optimizer = adamw(model)
+    wrapped = AutoHeteWrapper(model, optimizer, gpu_mem="64MiB", profile_path=None)
+    assert wrapped.plan is None, "on no device yet"
+    wrapped.to("cpu")
+    first = wrapped.plan
+    assert first is wrapped.plan
+    assert first.strategy == "safest"
+    placed = [UnitPlan(unit) for unit in wrapped.run.plans.placements]
+    assert first.units == placed
+    assert "host" in str(first)
+    assert "the first step is measured under it" in str(first)
+    assert "0 B" not in str(first) + first._repr_html_(), "what is not predicted"
+    assert "not planned yet" in str(wrapped.report())
+    for step in range(2):
+        plain_loop(wrapped, optimizer, step)
+    assert wrapped.plan.strategy == "autohete"
+    assert wrapped.plan is wrapped.plan is not first
+    assert "measured under it" not in str(wrapped.plan)
+    wrapped.unwrap()
+    assert wrapped.plan is None
+
+
+def test_a_plan_that_is_given_is_the_plan_from_the_start():
+    model = make_gpt()
+    plan = forced_plan(model, "state")
+    wrapped = AutoHeteWrapper(
+        model, adamw(model), gpu_mem="64MiB", plan=plan, profile_path=None
+    ).to("cpu")
+    assert wrapped.plan is plan
+    wrapped.unwrap()

@@ -142,6 +142,31 @@ def test_a_wrapped_model_that_is_garbage_leaves_no_thread():
     assert_threads_go_back_to(before)
 
 
+@pytest.mark.parametrize("kind", ["all+c", "state", None])
+def test_what_is_kept_of_a_model_that_is_garbage_holds_its_newest_values(kind):
+    expected = train(wrap=None, steps=4)
+    model = make_gpt()
+    optimizer = adamw(model)
+    trained = wrap(model, optimizer, kind)
+    torch.manual_seed(7)
+    for step in range(3):
+        plain_loop(trained, optimizer, step)
+    trained.synchronize()
+    trained.run.engine.set_update_rate(1e5)  # this step is still being taken below
+    plain_loop(trained, optimizer, 3)
+    run = weakref.ref(trained.run)
+    parameters = list(model.parameters())
+    moments = [optimizer.state[p]["exp_avg"] for p in parameters]
+    del trained, model, optimizer
+    gc.collect()
+    assert run() is None
+    for p, q in zip(parameters, expected.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert not isinstance(p, Guard)
+    for moment, q in zip(moments, expected.model.parameters(), strict=True):
+        assert torch.equal(moment, expected.optimizer.state[q]["exp_avg"])
+
+
 def test_a_forward_wrapped_by_others_after_us_still_works_after_unwrap():
     model = make_gpt()
     trained = wrap(model, adamw(model))

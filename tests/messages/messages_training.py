@@ -39,6 +39,10 @@ def unattached() -> AutoHeteWrapper:
     return AutoHeteWrapper(model, adamw(model), gpu_mem="16MiB")
 
 
+def wrapped_inside() -> Any:
+    return wrap(nn.Sequential(make_gpt(), nn.Sequential(unattached())))
+
+
 def wrapped_twice() -> Any:
     model = make_gpt()
     first = wrap(model)
@@ -49,7 +53,7 @@ def wrapped_twice() -> Any:
 
 
 def promise_broken() -> Any:
-    """Two losses where one backward was promised to be followed by step()."""
+    """Losses one after the other where backward was promised to be followed by step()."""
     model = make_gpt()
     optimizer = adamw(model)
     wrapped = AutoHeteWrapper(
@@ -59,7 +63,7 @@ def promise_broken() -> Any:
     for step in range(3):
         plain_loop(wrapped, optimizer, step)
     try:
-        for step in range(2):
+        for step in range(1000):  # until an update has begun before the next forward takes it back
             tokens, targets = batch(step)
             wrapped(tokens, targets).backward()
     finally:
@@ -190,6 +194,15 @@ def torn(folder: Path) -> Any:
     return trained.load_checkpoint(path)
 
 
+def on_meta(folder: Path) -> Any:
+    path = folder / "state.pt"
+    attached().save_checkpoint(path)
+    with torch.device("meta"):
+        model = make_gpt()
+    trained = AutoHeteWrapper(model, adamw(model), gpu_mem="16MiB", profile_path=None)
+    return trained.load_checkpoint(path)
+
+
 def other_shape(content: Any) -> None:
     name = next(iter(content["model"]))
     content["model"][name] = torch.ones(2, 3)
@@ -247,6 +260,12 @@ CASES = {
     ),
     "a model wrapped twice": Case(
         lambda f: wrapped_twice(), "wrapped already", "a plain module", "call unwrap()"
+    ),
+    "a wrapper inside the model": Case(
+        lambda f: wrapped_inside(),
+        "1.0 is an AutoHeteWrapper",
+        "plain modules",
+        "unwrap() it",
     ),
     "a parameter in two wrappers": Case(
         lambda f: parts_of_two(), "parameter", "one wrapper for each parameter", "wrap one module"
@@ -478,6 +497,30 @@ CASES = {
         "has shape (2, 3)",
         "expected (",
         "build the model that was saved",
+    ),
+    "a checkpoint without a state dict": Case(
+        lambda f: loaded(f, lambda c: c | {"model": 3}),
+        "model is a int",
+        "expected the model's state dict",
+        "model.state_dict()",
+    ),
+    "a checkpoint with something else than tensors": Case(
+        lambda f: loaded(f, lambda c: c | {"model": dict.fromkeys(c["model"], 1.0)}),
+        "is a float",
+        "expected a tensor of shape",
+        "build the model that was saved",
+    ),
+    "a checkpoint for a model on meta": Case(
+        on_meta,
+        "is on the meta device",
+        "expected memory to load into",
+        "call .cuda()",
+    ),
+    "a checkpoint whose optimizer is none": Case(
+        lambda f: loaded(f, lambda c: c | {"optimizer": 3}),
+        "optimizer is a int",
+        'a state dict with "state"',
+        "optimizer.state_dict()",
     ),
     "a checkpoint of another optimizer": Case(
         lambda f: loaded(f, other_groups),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from autohete.planning import format_bytes, parse_bytes
@@ -22,6 +23,7 @@ from autohete.planning import format_bytes, parse_bytes
         ("1_000 B", 1000),
         ("0", 0),
         (".5kB", 500),
+        (np.int64(16 << 20), 16 << 20),
     ],
 )
 def test_sizes_in_bytes_and_both_kinds_of_units(text: object, expected: int) -> None:
