@@ -350,8 +350,8 @@ def main() -> None:
             f"{size}, bf16 gradient, in and out of place", partial(in_and_out_of_place, n, workers)
         )
         compare(f"{size}, bf16 moments", partial(moments, n, workers))
-    compare("1000 tensors of 10,000, fp32", partial(fp32_step, [10_000] * 1000, workers))
-    compare("1000 tensors of 10, fp32", partial(fp32_step, [10] * 1000, workers))
+    for each in (10_000, 3000, 1000, 100, 10):
+        compare(f"1000 tensors of {each:,}, fp32", partial(fp32_step, [each] * 1000, workers))
     compare("10,000,000 parameters by instruction set", partial(levels, 10_000_000, workers))
     compare("100,000 (in cache) by instruction set", partial(levels, 100_000, workers), repeat=20)
     print(f"\nload after: {os.getloadavg()[0]:.2f}")
