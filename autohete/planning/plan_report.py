@@ -33,6 +33,7 @@ PRESETS = {
     "18b": (90, 4096, 32),
     "22b": (110, 4096, 32),
 }
+_MAX_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -167,8 +168,11 @@ def load_model_config(path: Path) -> Any:
             f"({' '.join(str(error).split())}), expected values that make a {kind}; correct them"
         ) from error
     layers = getattr(config, "num_hidden_layers", 0)
-    if isinstance(layers, int) and layers < 0:
-        raise ValueError(f"model is {str(path)!r} with {layers} layers, expected at least 0")
+    if isinstance(layers, int) and not 0 <= layers <= _MAX_LAYERS:
+        raise ValueError(
+            f"model is {str(path)!r} with {layers} layers, expected at least 0 and at most "
+            f"{_MAX_LAYERS}"
+        )
     return config
 
 

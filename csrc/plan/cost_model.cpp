@@ -39,13 +39,39 @@ std::size_t host_gradient_bytes(const UnitProfile& unit, const UnitPlan& placed)
   return placed.optimizer_state == Tier::kHost ? unit.grad_bytes : 0;
 }
 
-// By unit: gradients of later units that may still be leaving while it runs. A forward has waited
-// for the updates of the units before it, a backward has not touched their gradients yet.
+// The largest of what it was given.
+class Largest {
+ public:
+  void add(std::size_t bytes) {
+    bytes_.push_back(bytes);
+    std::sort(bytes_.begin(), bytes_.end(), std::greater<>());
+    bytes_.resize(std::min(bytes_.size(), kLeavingGradients));
+  }
+  const std::vector<std::size_t>& bytes() const { return bytes_; }
+
+ private:
+  std::vector<std::size_t> bytes_;
+};
+
+// By unit: gradients of others that may still be leaving while it runs. They are of later units: a
+// forward has waited for the updates of the units before it, a backward has not touched their
+// gradients yet. With several micro-batches they are of any: no forward but the first waits.
 std::vector<std::size_t> leaving_at_most(const Profile& profile, const Plan& plan) {
-  std::vector<std::size_t> later, sums(plan.units.size());
-  for (std::size_t i = plan.units.size(); i-- > 0;) {
-    sums[i] = sum_of_largest(later, kLeavingGradients);
-    later.push_back(host_gradient_bytes(profile.units[i], plan.units[i]));
+  const bool of_any = profile.gradient_accumulation_steps > 1;
+  const std::size_t count = plan.units.size();
+  std::vector<std::vector<std::size_t>> later(count);
+  Largest largest;
+  for (std::size_t i = count; i-- > 0;) {
+    later[i] = largest.bytes();
+    largest.add(host_gradient_bytes(profile.units[i], plan.units[i]));
+  }
+  std::vector<std::size_t> sums(count);
+  Largest before;
+  for (std::size_t i = 0; i < count; ++i) {
+    std::vector<std::size_t> others = later[i];
+    if (of_any) others.insert(others.end(), before.bytes().begin(), before.bytes().end());
+    sums[i] = sum_of_largest(std::move(others), kLeavingGradients);
+    before.add(host_gradient_bytes(profile.units[i], plan.units[i]));
   }
   return sums;
 }

@@ -17,7 +17,8 @@ namespace autohete {
 //   + fixed_device_bytes.
 // On top, the largest over the visits of backward: what earlier units saved, all the running
 // unit's activations, temporaries and gradients, device gradients that have appeared, and of those
-// that go to the host the two largest of the units whose backward is over.
+// that go to the host the two largest of the units whose backward is over: with several
+// micro-batches of all units, as those of the one before may be leaving.
 std::size_t device_peak_bytes(const Profile& profile, const Plan& plan);
 
 // The same walk, visit by visit: every unit's forward in order, then every backward in reverse.

@@ -22,7 +22,7 @@
 // the unit, so its two ends are enough (cost_model.h walks every unit and is never above these
 // rows):
 //   window >= every sum of w layers' P among segments with z
-//   leaving_g >= every sum of two other layers' G among own and later segments with y
+//   leaving_g >= every sum of two other layers' G among own and later segments with y (m > 1: all)
 //   base = fixed + window + leaving_g + sum[ P(n-p) + S(n-o) ]
 //   (a' is a - k, what recomputing brings back)
 //   last unit:   device >= base + earlier and own(a(n-c) + k c) + a' r + t

@@ -134,10 +134,11 @@ class MemoryRows : RowWriter {
     add_largest(window, layers, options_.window);
   }
 
-  // While a layer of the segment runs backward, two of it and of later ones may be on their way.
+  // While a layer of the segment runs backward, two of it and of later ones may be on their way;
+  // of earlier ones too where they had a micro-batch before.
   void add_leaving_gradients(int leaving, int g) {
     std::vector<Candidate> layers;
-    for (int h = g; h < num_segments(); ++h) {
+    for (int h = profile_.gradient_accumulation_steps > 1 ? 0 : g; h < num_segments(); ++h) {
       const Segment& s = segment(h);
       const int others = s.count * s.period - (h == g ? 1 : 0);
       layers.push_back({of_[h].y, device_units(s.largest_grad_bytes), others});

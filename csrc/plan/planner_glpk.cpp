@@ -3,13 +3,14 @@
 // GLPK is GPLv3, so this file is a module of its own that the rest never links: autohete.planning
 // loads it on demand and falls back to the built-in exact search without it.
 //
-// GLPK aborts the whole process on a bad index or a duplicate one and silently computes with NaN,
-// so everything is checked first. A problem is made, solved and freed inside one call on one
-// thread.
+// GLPK aborts the whole process on a bad index, a duplicate one, or numbers so unlike that its
+// scaling over- or underflows, and silently computes with NaN, so everything is checked first. A
+// problem is made, solved and freed inside one call on one thread.
 #include <glpk.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cmath>
 #include <memory>
 #include <string>
@@ -25,6 +26,8 @@ namespace {
 constexpr double kUnbounded = 1e29;
 constexpr std::size_t kMaxColumns = 200000;
 constexpr double kMaxSeconds = 86400;
+constexpr double kNothing = 1e-30;  // of a coefficient; far below GLPK's own tolerances
+constexpr double kTooLarge = 1e30;
 
 // minimise cost * x over 0 <= x <= upper, with every row sum(values * x) >= row_lower.
 // Rows are compressed: row r owns entries row_starts[r] .. row_starts[r + 1].
@@ -77,6 +80,11 @@ void validate(const Problem& problem, double seconds) {
   for (std::size_t r = 0; r < rows; ++r) require_row(problem, r, last_row);
 }
 
+bool too_large(const std::vector<double>& numbers) {
+  return std::any_of(numbers.begin(), numbers.end(),
+                     [](double number) { return std::abs(number) > kTooLarge; });
+}
+
 struct ProblemDeleter {
   void operator()(glp_prob* problem) const { glp_delete_prob(problem); }
 };
@@ -101,6 +109,7 @@ void add_rows(glp_prob* out, const Problem& problem) {
     std::vector<int> columns{0};  // GLPK counts from 1
     std::vector<double> values{0};
     for (int i = problem.row_starts[r]; i < problem.row_starts[r + 1]; ++i) {
+      if (std::abs(problem.values[i]) < kNothing) continue;
       columns.push_back(problem.columns[i] + 1);
       values.push_back(problem.values[i]);
     }
@@ -154,6 +163,8 @@ int solve_relaxation(glp_prob* problem, double seconds) {
 
 // Without the GIL; `interrupted` is set when a signal handler raised.
 Solution solve_unlocked(const Problem& problem, double seconds, bool& interrupted) {
+  if (too_large(problem.cost) || too_large(problem.values) || too_large(problem.row_lower))
+    return {"none", {}};
   glp_term_out(GLP_OFF);
   const GlpkProblem owned(glp_create_prob());
   glp_set_obj_dir(owned.get(), GLP_MIN);

@@ -5,7 +5,13 @@
 namespace autohete {
 
 void SimulatedGradients::ready(int k) {
-  if (!state_.units[k].host_state) return;
+  SimulatedUnit& unit = state_.units[k];
+  if (!unit.host_state) return;
+  if (std::exchange(unit.leaving, true)) {
+    unit.ready_again = true;
+    ++num_ready_again_;
+    return;
+  }
   ++leaving_;
   waiting_.insert({state_.key(k), k});
 }
@@ -33,7 +39,12 @@ void SimulatedGradients::end_download(int k) {
   last_ = k;
   last_left_ = state_.lanes.now();
   // Of the step's last micro-batch: complete, so its update may run.
-  if (++state_.units[k].downloads % state_.walk.repeats() == 0) arrived_.insert({state_.key(k), k});
+  SimulatedUnit& unit = state_.units[k];
+  if (++unit.downloads % state_.walk.repeats() == 0) arrived_.insert({state_.key(k), k});
+  unit.leaving = false;
+  if (!std::exchange(unit.ready_again, false)) return;
+  --num_ready_again_;
+  ready(k);
 }
 
 void SimulatedGradients::stop_download(int k, double remaining_seconds) {
@@ -60,17 +71,21 @@ bool SimulatedGradients::start_update() {
   return false;
 }
 
-std::size_t SimulatedGradients::leaving_bytes() const {
-  std::size_t bytes = d2h().busy ? state_.units[d2h().unit].grad_bytes : 0;
-  for (const auto& entry : waiting_) bytes += state_.units[entry.second].grad_bytes;
-  return bytes + late_bytes();
+// The unit's own, of the micro-batch before, are those that this backward adds to.
+std::size_t SimulatedGradients::leaving_bytes(int running) const {
+  std::size_t bytes = late_bytes(running);
+  if (d2h().busy && d2h().unit != running) bytes += state_.units[d2h().unit].grad_bytes;
+  for (const auto& [key, k] : waiting_) bytes += k == running ? 0 : state_.units[k].grad_bytes;
+  return bytes;
 }
 
-// A copy takes half as long again now and then; its last tensor is still there meanwhile.
-std::size_t SimulatedGradients::late_bytes() const {
+// A copy takes half as long again now and then; its last tensor is still there meanwhile. One of an
+// earlier walk is none that is late: a forward has come between.
+std::size_t SimulatedGradients::late_bytes(int running) const {
   const bool is_room = leaving_ + 1 < state_.policy.gradient_buffers;
-  if (last_ < 0 || !is_room) return 0;
+  if (last_ <= running || !is_room) return 0;
   const SimulatedUnit& unit = state_.units[last_];
+  if (unit.leaving) return 0;  // again, and counted as that
   const bool may_be_late = state_.lanes.now() - last_left_ < unit.seconds.download / 2;
   return may_be_late ? unit.largest_grad_tensor_bytes : 0;
 }

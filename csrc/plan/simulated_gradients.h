@@ -12,7 +12,8 @@ class SimulatedGradients {
  public:
   explicit SimulatedGradients(SimulatedState& state) : state_(state) {}
 
-  // The unit's gradients are on the device, complete.
+  // The unit's gradients are on the device, complete. Where those of the micro-batch before have
+  // not left yet, they are added to and go again: until then full() says true.
   void ready(int unit);
 
   bool start_download();        // true when something began
@@ -24,17 +25,18 @@ class SimulatedGradients {
   bool start_update();
 
   // As many units' gradients are on the device on their way out as may be.
-  bool full() const { return leaving_ >= state_.policy.gradient_buffers; }
+  bool full() const { return leaving_ >= state_.policy.gradient_buffers || num_ready_again_ > 0; }
   bool none_waits() const { return waiting_.empty(); }
-  std::size_t leaving_bytes() const;
+  std::size_t leaving_bytes(int running) const;  // of other units than the one that begins
 
  private:
   const LaneWork& d2h() const { return state_.lanes[SimulatedLane::kD2h]; }
-  std::size_t late_bytes() const;
+  std::size_t late_bytes(int running) const;
 
   SimulatedState& state_;
   int leaving_ = 0;  // gradients computed and not yet on the host
-  int last_ = -1;    // the last unit whose gradients left, and when they had
+  int num_ready_again_ = 0;
+  int last_ = -1;  // the last unit whose gradients left, and when they had
   double last_left_ = 0;
   SimulatedQueue waiting_, arrived_;
   SimulatedQueue gated_;  // arrived, for a step that has not been taken

@@ -30,14 +30,16 @@ struct SimulatedUnit {
   std::size_t others_leaving = 0;             // when a backward began
   int chunks_up = 1;
   int chunks_down = 1;
-  int downloads = 0;        // finished
-  int updates = 0;          // on the CPU, finished
-  int uploads = 0;          // after an update, finished
-  int slot = -1;            // its bytes are there, or on their way
-  bool resident = false;    // in a slot, current
-  bool loading = false;     // in a slot, on its way
-  int own_updates = 0;      // of this rank's rows; one rank: as updates
-  double up_remaining = 0;  // of an overtaken copy; 0: none
+  bool leaving = false;      // its gradients are on their way down
+  bool ready_again = false;  // and the next micro-batch's wait for that
+  int downloads = 0;         // finished
+  int updates = 0;           // on the CPU, finished
+  int uploads = 0;           // after an update, finished
+  int slot = -1;             // its bytes are there, or on their way
+  bool resident = false;     // in a slot, current
+  bool loading = false;      // in a slot, on its way
+  int own_updates = 0;       // of this rank's rows; one rank: as updates
+  double up_remaining = 0;   // of an overtaken copy; 0: none
   double down_remaining = 0;
 };
 

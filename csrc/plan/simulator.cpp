@@ -86,7 +86,8 @@ class Simulator {
   }
   void note_leaving(SimulatedUnit& running) const {
     if (walk().step() < state_.policy.steps / 2) return;
-    running.others_leaving = std::max(running.others_leaving, gradients_.leaving_bytes());
+    const std::size_t bytes = gradients_.leaving_bytes(walk().unit());
+    running.others_leaving = std::max(running.others_leaving, bytes);
   }
 
   void end_compute(int k) {

@@ -6,7 +6,8 @@
 //     live on the host; the one with the nearest next use is loaded first (order.h), into a slot
 //     that it fits in (engine.h: as large as the largest units);
 //   - state on the host, parameters on the device: the last update has come back up.
-// A backward whose gradients leave the device ends when less than three units' are leaving.
+// A backward whose gradients leave the device ends when less than three units' are leaving, and
+// none of its unit's from the micro-batch before.
 // Gradients leave, and updates run, smallest unit first (order.h). The next forward of a unit waits
 // for that unit alone. As in the engine nothing that an update made goes up before the step's whole
 // backward has ended, when step() is called. Several steps are simulated; the period of the last

@@ -10,6 +10,7 @@ namespace {
 constexpr std::size_t kMaxBytes = std::size_t{1} << 53;  // doubles count exactly up to here
 constexpr std::size_t kMaxUnits = 100000;
 constexpr double kMaxSeconds = 1e9;
+constexpr double kMinRate = 1e-6, kMaxRate = 1e18;  // all bytes in between take finite seconds
 constexpr int kMaxRanks = 1000000;
 
 void require_seconds(const std::string& where, const char* field, double value) {
@@ -18,8 +19,9 @@ void require_seconds(const std::string& where, const char* field, double value) 
 }
 
 void require_rate(const char* where, const char* field, double value) {
-  require(std::isfinite(value) && value > 0 && value < 1e18, where, ": ", field, " is ", value,
-          ", expected a finite rate > 0; measure the machine or state the rate");
+  require(value >= kMinRate && value < kMaxRate, where, ": ", field, " is ", value,
+          ", expected a finite rate > 0 (", kMinRate, " .. ", kMaxRate,
+          "); measure the machine or state the rate");
 }
 
 void require_share(const char* where, const char* field, double value) {

@@ -247,8 +247,8 @@ CASES = {
     "a config.json with fewer layers than none": Case(
         lambda f: load_model_config(config_of(f, model_type="gpt2", n_layer=-3)),
         "with -3 layers",
-        "expected at least 0",
-        "at least 0",
+        "expected at least 0 and at most",
+        "10000",
     ),
     "a configuration of a vision model": Case(
         lambda f: describe_model(ViTConfig(), 1, 8),

@@ -132,8 +132,10 @@ def walk_peak(profile: _C.Profile, plan: _C.Plan) -> int:
             now += max(unit.activation_bytes - unit.checkpoint_bytes, 0)
         alive = pairs if profile.gradients_persist else pairs[i:]
         now += sum(u.grad_bytes for u, p in alive if p.gradients != on_host)
-        later = sorted(u.grad_bytes for u, p in pairs[i + 1 :] if p.gradients == on_host)
-        now += sum(later[-2:]) + (unit.grad_bytes if placed.gradients == on_host else 0)
+        # Those of the micro-batch before may still leave while any unit runs.
+        before = pairs[:i] if profile.gradient_accumulation_steps > 1 else []
+        others = sorted(u.grad_bytes for u, p in before + pairs[i + 1 :] if p.gradients == on_host)
+        now += sum(others[-2:]) + (unit.grad_bytes if placed.gradients == on_host else 0)
         visits.append(now)
     return always + max(visits)
 

@@ -215,6 +215,35 @@ def test_a_tensor_of_what_has_just_left_counts_as_leaving() -> None:
         assert _C.simulate(profile, plan, policy()).leaving_bytes == leaving
 
 
+def test_a_backward_waits_until_its_unit_gradients_of_the_micro_batch_before_have_left() -> None:
+    # f 0-1, b 1-3, D 3-13; f 3-4, b 4-6 waits, D 13-23; f 13-14, b 14-16 waits, D 23-33; U 33-34.
+    profile = make_profile(
+        trained(1),
+        h2d_bytes_per_second=FAST,
+        d2h_bytes_per_second=0.1,
+        gradient_accumulation_steps=3,
+    )
+    assert step(profile, plan_of(profile, state={0})) == exactly(34)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_is_seen_leaving_is_within_the_bound(seed: int) -> None:
+    profile, plan, order = random_case(seed)
+    units = profile.units
+    for unit in units:
+        unit.largest_grad_tensor_bytes = unit.grad_bytes
+    profile.units = units
+    hardware = profile.hardware
+    hardware.d2h_bytes_per_second /= 10 ** (seed % 3)
+    profile.hardware = hardware
+    leaving = _C.simulate(profile, plan, order).leaving_bytes
+    steps = profile.gradient_accumulation_steps
+    for i, seen in enumerate(leaving):
+        others = [j for j in range(len(leaving)) if j > i or (steps > 1 and j != i)]
+        sizes = [units[j].grad_bytes for j in others if plan.units[j].gradients == _C.Tier.HOST]
+        assert seen <= sum(sorted(sizes)[-2:])
+
+
 def test_first_in_first_out_holds_up_the_next_forward() -> None:
     # D5 1-4, D4 4-7, D3 7-10, D2 10-13, D1 13-16, D0 16-19; f0 19-20 .. f5 24-25.
     profile = leaving_profile()

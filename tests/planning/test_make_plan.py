@@ -167,7 +167,20 @@ def test_arguments_out_of_range_are_refused(keyword: dict[str, object]) -> None:
         planning.make_plan(**{"profile": gpt(), "gpu_mem": "1GiB", **keyword})
 
 
-POISON = [float("nan"), float("inf"), -1.0, -(10**30), 0, 1e308, 10**30, 2**63, 1e-308, None, ""]
+POISON = [
+    float("nan"),
+    float("inf"),
+    -1.0,
+    -(10**30),
+    0,
+    1e308,
+    10**30,
+    2**63,
+    1e-308,
+    1e-295,
+    None,
+    "",
+]
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -195,6 +208,35 @@ def test_no_field_whatever_ends_the_interpreter(seed: int) -> None:
     except (ValueError, RuntimeError):
         return
     assert plan.device_peak_bytes <= budget
+
+
+@pytest.mark.parametrize("tiny", [1e-320, 1e-308, 1e-300, 1e-290, 1e-200, 1e-100, 1e-30])
+@pytest.mark.parametrize("field", ["cpu_params_per_second", "d2h_bytes_per_second"])
+def test_a_rate_next_to_none_is_refused(field: str, tiny: float) -> None:
+    profile = gpt()
+    hardware = profile.hardware
+    setattr(hardware, field, tiny)
+    profile.hardware = hardware
+    with pytest.raises(ValueError, match=field):
+        planning.make_plan(profile, "1GiB", solver="glpk")
+
+
+@pytest.mark.parametrize("number", [1e-320, 1e-300, 1e-100, 1e100, 1e300, 1.7e308])
+def test_glpk_does_not_abort_on_numbers_of_any_size(number: float) -> None:
+    for where in ("cost", "upper", "values", "row_lower"):
+        for count in (1, 2):  # beside a number of ordinary size too
+            problem = {
+                "cost": [1.0] * count,
+                "upper": [1.0] * count,
+                "is_integer": [False] * count,
+                "row_starts": [0, count],
+                "columns": [*range(count)],
+                "values": [1.0] * count,
+                "row_lower": [0.5],
+            }
+            problem[where][0] = number
+            status, _ = load_glpk().solve(**problem, seconds=1.0)
+            assert status in ("optimal", "infeasible", "none")
 
 
 def test_glpk_refuses_malformed_problems_instead_of_aborting() -> None:

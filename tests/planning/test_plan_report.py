@@ -76,6 +76,7 @@ def test_a_foreign_json_is_refused(tmp_path: Path, text: str) -> None:
         ({"n_layer": "two"}, "transformers refuses .*n_layer.*, expected values that make a gpt2"),
         ({"n_layer": float("nan")}, "transformers refuses .*n_layer"),
         ({"n_layer": -3}, "with -3 layers, expected at least 0"),
+        ({"n_layer": 10**7}, "with 10000000 layers, expected at least 0 and at most 10000"),
         ({"n_head": 0}, "no model can be made of this GPT2Config"),
     ],
 )
