@@ -293,8 +293,8 @@ class Run:
 
     def __del__(self) -> None:
         """Garbage with updates in flight: who kept parameters or moments gets newest values."""
-        if not sys.is_finalizing() and getattr(self, "ranks", None) is None:
-            with contextlib.suppress(Exception):  # half made, say
+        with contextlib.suppress(Exception):  # half made, say
+            if self.attached and self.ranks is None and not sys.is_finalizing():
                 self.synchronize()
 
     def leave_if_dropped(self) -> None:

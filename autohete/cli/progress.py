@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from statistics import median
 from types import TracebackType
 from typing import Any
 
@@ -24,7 +25,8 @@ class Steps:
         self._title = title
         self._steps = steps
         self._done = 0
-        self._first_ended = 0.0
+        self._last_ended = 0.0
+        self._seconds: list[float] = []  # of the steps, the first one left out
         self._bar: Any = None
         if sys.stderr.isatty():
             from rich.console import Console
@@ -55,20 +57,21 @@ class Steps:
         now = time.perf_counter()
         self._title = title or self._title
         self._done += 1
-        if self._done == 1:
-            self._first_ended = now
+        if self._done > 1:
+            self._seconds.append(now - self._last_ended)
+        self._last_ended = now
         if self._bar is not None:
             self._bar.update(self._task, advance=1, description=self._title)
         elif ends_a_tenth(self._done - 1, self._steps):
-            line = f"{self._title}: step {self._done} of {self._steps}{self._to_go(now)}"
+            line = f"{self._title}: step {self._done} of {self._steps}{self._to_go()}"
             print(line, file=sys.stderr, flush=True)
 
-    def _to_go(self, now: float) -> str:
-        """The first step, which is measured, is not like the others."""
+    def _to_go(self) -> str:
+        """Some steps are not like the others: the first is measured, the next changes the plan."""
         left = self._steps - self._done
-        if self._done < 2 or left == 0:
+        if not self._seconds or left == 0:
             return ""
-        return f", {about((now - self._first_ended) / (self._done - 1) * left)} to go"
+        return f", {about(median(self._seconds) * left)} to go"
 
 
 def steps_shown(title: str, steps: int) -> Iterator[int]:

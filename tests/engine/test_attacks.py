@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import random
-import subprocess
-import sys
 import threading
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -246,47 +242,6 @@ def test_a_trace_begun_before_the_plan_holds_what_came_after(tmp_path):
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     trained.unwrap()
     assert sum(event["name"].startswith("update") for event in events) > 0
-
-
-@pytest.mark.parametrize("kind", ["all+c", "state"])
-def test_a_thread_that_copies_the_state_while_another_trains_holds_nobody_up(kind):
-    """In a process of its own: what waits for ever does so without Python."""
-    body = f"import test_attacks as t; t.read_while_training({kind!r}); print('over')"
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", body], capture_output=True, text=True, timeout=100,
-        env={**os.environ, "PYTHONPATH": path}, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (0, "over\n"), done.stderr
-
-
-def read_while_training(kind: str) -> None:
-    faulthandler.dump_traceback_later(80, exit=True)
-    model = make_gpt(layers=4, width=64)
-    optimizer = adamw(model)
-    trained = AutoHeteWrapper(
-        model, optimizer, gpu_mem="64MiB", plan=forced_plan(model, kind), profile_path=None
-    ).to("cpu")
-    over = threading.Event()
-    reads = [0]
-
-    def read():
-        while not over.is_set():
-            {key: value.clone() for key, value in model.state_dict().items()}
-            reads[0] += 1
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    torch.manual_seed(7)
-    losses = [plain_loop(trained, optimizer, step) for step in range(40)]
-    over.set()
-    thread.join()
-    trained.unwrap()
-    plain = make_gpt(layers=4, width=64)
-    reference = adamw(plain)
-    torch.manual_seed(7)
-    assert losses == [plain_loop(plain, reference, step) for step in range(40)]
-    assert reads[0] > 0
 
 
 UNWRAPPING = {

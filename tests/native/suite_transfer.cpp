@@ -135,6 +135,26 @@ struct Bench {
     }
   }
 
+  // Waits until the lane has queued all that was submitted to it, while `num_in_flight` chunks are
+  // in flight. Copies down are held from then on, by a job that waits for one.
+  void wait_until_queued(TransferLane& lane, int num_in_flight) {
+    side->hold(kDown);
+    CopyJob last = upload("last", last_bytes);
+    const StreamId down = side->device().create_stream(kDown);
+    side->device().copy_async(last_bytes.data(), blocks["last"]->data(), last_bytes.size(), down);
+    last.after = side->device().record(down);
+    lane.submit(std::move(last));
+    const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (device.num_watched < num_in_flight + 1) {  // each chunk's end, and the last job's event
+      if (std::chrono::steady_clock::now() > limit) {
+        check::fail(__FILE__, __LINE__, device.num_watched.load(),
+                    " events are watched after 60 s");
+      }
+      std::this_thread::yield();
+    }
+  }
+
+  Bytes last_bytes = Bytes(64);
   std::map<std::string, BlockPtr> blocks;  // before the side: copies may run until that is gone
   std::unique_ptr<Side> side;
   RecordingDevice device;
@@ -279,9 +299,11 @@ TEST_CASE("smaller priorities go first, equal ones in order of submission") {
   lane.submit(bench.upload("c3", sent, 3));
   lane.submit(bench.upload("d2", sent, 2));
   lane.submit(bench.upload("e0", sent, 0));
+  bench.wait_until_queued(lane, 2);
   bench.side->release_all(kUp);
   bench.wait_for(7);
   CHECK(bench.done_order() == kNames({"first", "second", "e0", "a2", "d2", "b3", "c3"}));
+  bench.side->release_all(kDown);
 }
 
 TEST_CASE("an urgent job overtakes a long one between its chunks") {
@@ -292,9 +314,11 @@ TEST_CASE("an urgent job overtakes a long one between its chunks") {
   lane.submit(bench.upload("long", sent, 5));
   bench.wait_for_copies(2);
   lane.submit(bench.upload("urgent", urgent, 1));
+  bench.wait_until_queued(lane, 2);
   bench.side->release_all(kUp);
   bench.wait_for(2);
   CHECK(bench.done_order() == kNames({"urgent", "long"}));
+  bench.side->release_all(kDown);
   const auto copies = bench.device.copies();
   const auto place = std::find_if(copies.begin(), copies.end(), [&](const CopySegment& copy) {
     return copy.src == urgent.data();
