@@ -11,7 +11,9 @@ and how much of what ours does on the CPU lane is hidden: the steps wait for the
 
 With --r both are ours, everything offloaded, in the order of autohete and of ZeRO-Offload (whose
 parameters stay on the device); updates are throttled to r times what a rank computes, links to
---link. Only so does a small machine have lanes of a GPU's proportions.
+--link. Only so does a small machine have lanes of a GPU's proportions. There a step is what one
+takes among others, from the end of a round's first step to the end of its last, as in
+strategies.py; the whole round, which begins and ends with nothing on its way, is printed beside it.
 """
 
 from __future__ import annotations
@@ -215,25 +217,31 @@ def measure_orders(rank: int, options: argparse.Namespace, model: nn.Module) -> 
         if options.link:
             for way in (CopyDirection.HOST_TO_DEVICE, CopyDirection.DEVICE_TO_HOST):
                 run.side.machine.set_link(way, options.link)
-    seconds: dict[str, list[float]] = {strategy: [] for strategy in loops}
+    steady: dict[str, list[float]] = {strategy: [] for strategy in loops}
+    whole: dict[str, list[float]] = {strategy: [] for strategy in loops}
     for round_number in range(options.rounds + 1):
         for strategy, (step, trained) in loops.items():
             dist.barrier()
-            start = time.perf_counter()
-            for _ in range(options.steps):
+            ends = [time.perf_counter()]
+            for _ in range(options.steps + 1):
                 step()
+                ends.append(time.perf_counter())
             trained.synchronize()
+            ends.append(time.perf_counter())
             if round_number:  # the first warms up
-                seconds[strategy].append((time.perf_counter() - start) / options.steps)
+                steady[strategy].append((ends[-2] - ends[1]) / options.steps)
+                whole[strategy].append((ends[-1] - ends[0]) / (options.steps + 1))
     if rank == 0:
         print(f"{options.ranks} ranks, {rows * options.ranks / 1e6:.1f} M parameters, compute "
               f"{compute * 1e3:.1f} ms, updates {options.r} of it, links "
               f"{options.link or 'not throttled'}, load {os.getloadavg()[0]:.1f}")  # fmt: skip
-        medians = {name: statistics.median(values) for name, values in seconds.items()}
-        for name, value in medians.items():
-            print(f"{name:16} {value * 1e3:8.1f} ms   from {min(seconds[name]) * 1e3:.1f}")
-        ratio = median_ratio(seconds["zero_offload"], seconds["autohete"])
-        print(f"zero_offload / autohete {ratio:.3f}")
+        for name, seconds in steady.items():
+            print(f"{name:16} {statistics.median(seconds) * 1e3:8.1f} ms   from "
+                  f"{min(seconds) * 1e3:.1f}   with the way from rest and back "
+                  f"{statistics.median(whole[name]) * 1e3:.1f}")  # fmt: skip
+        ratio = median_ratio(steady["zero_offload"], steady["autohete"])
+        print(f"zero_offload / autohete {ratio:.3f}, with the way from rest and back "
+              f"{median_ratio(whole['zero_offload'], whole['autohete']):.3f}")  # fmt: skip
     for _, trained in loops.values():
         trained.unwrap()
 
