@@ -191,20 +191,26 @@ def all_offloaded(model: nn.Module, strategy: str) -> Plan:
     return plan
 
 
-def measure_orders(rank: int, options: argparse.Namespace, model: nn.Module) -> None:
-    """Ours in two orders of work, lanes throttled alike."""
-    batches = random_batches(options, rank)
+def compute_seconds(options: argparse.Namespace, model: nn.Module, batches: Any) -> float:
+    """Forward and backward alone, all ranks at once; the mean over ranks of each one's median."""
     taken = []
-    for _ in range(7):  # forward and backward alone, all ranks at once
+    for _ in range(4):
         dist.barrier()
         start = time.perf_counter()
         model(*next(batches)).backward()
         taken.append(time.perf_counter() - start)
         model.zero_grad()
-    compute = statistics.median(taken[1:])
-    everywhere = torch.tensor([compute])
+    everywhere = torch.tensor([statistics.median(taken[1:])])
     dist.all_reduce(everywhere)
-    compute = everywhere.item() / options.ranks
+    return everywhere.item() / options.ranks
+
+
+def measure_orders(rank: int, options: argparse.Namespace, model: nn.Module) -> None:
+    """Ours in two orders of work, lanes throttled alike.
+
+    A virtual machine's speed changes within minutes, so r is set anew in each round.
+    """
+    batches = random_batches(options, rank)
     rows = sum(p.numel() for p in model.parameters()) / options.ranks
     loops: dict[str, tuple[Step, AutoHeteWrapper]] = {}
     for strategy in ("autohete", "zero_offload"):
@@ -213,14 +219,17 @@ def measure_orders(rank: int, options: argparse.Namespace, model: nn.Module) -> 
         keywords = {"strategy": strategy, "plan": plan, "num_workers": 1}
         loops[strategy] = ours(twin, random_batches(options, rank), "16GiB", **keywords)
         run: Any = loops[strategy][1].run
-        run.engine.set_update_rate(rows / (options.r * compute))
         if options.link:
             for way in (CopyDirection.HOST_TO_DEVICE, CopyDirection.DEVICE_TO_HOST):
                 run.side.machine.set_link(way, options.link)
     steady: dict[str, list[float]] = {strategy: [] for strategy in loops}
     whole: dict[str, list[float]] = {strategy: [] for strategy in loops}
+    compute: list[float] = []
     for round_number in range(options.rounds + 1):
+        compute.append(compute_seconds(options, model, batches))
         for strategy, (step, trained) in loops.items():
+            of_loop: Any = trained.run
+            of_loop.engine.set_update_rate(rows / (options.r * compute[-1]))
             dist.barrier()
             ends = [time.perf_counter()]
             for _ in range(options.steps + 1):
@@ -233,7 +242,7 @@ def measure_orders(rank: int, options: argparse.Namespace, model: nn.Module) -> 
                 whole[strategy].append((ends[-1] - ends[0]) / (options.steps + 1))
     if rank == 0:
         print(f"{options.ranks} ranks, {rows * options.ranks / 1e6:.1f} M parameters, compute "
-              f"{compute * 1e3:.1f} ms, updates {options.r} of it, links "
+              f"{statistics.median(compute[1:]) * 1e3:.1f} ms, updates {options.r} of it, links "
               f"{options.link or 'not throttled'}, load {os.getloadavg()[0]:.1f}")  # fmt: skip
         for name, seconds in steady.items():
             print(f"{name:16} {statistics.median(seconds) * 1e3:8.1f} ms   from "
