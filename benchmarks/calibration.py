@@ -222,6 +222,7 @@ def _alone(
                 loop.data = data[batch]
                 loop.recompute(recompute)
                 seen.setdefault((batch, recompute), []).append(_watch(loop, hardware))
+            seen[batch, False][-1].outside = _outside(loop, seen[batch, False][-1])
     loop.close()
     small, large = (_together(seen[b, True][2:], seen[b, False][2:], hardware) for b in batches)
     return small, large
@@ -232,19 +233,25 @@ class _Pass:
     """One watched step."""
 
     profile: Profile
-    outside: float
-    """Seconds that no unit took, waits left out."""
+    inside: float
+    """Seconds that units took."""
+    outside: float = 0.0
+    """Seconds of a step that no unit took."""
 
 
 def _watch(loop: Loop, hardware: HardwareProfile) -> _Pass:
     run = loop.run
     meter = run.plans.watch()
-    begin = time.perf_counter() - _waited(run)
     loop.step()
-    seconds = time.perf_counter() - _waited(run) - begin
     run.plans.stop_watching()
-    profile = build_profile(meter, run.units, run.plans.sizes(), hardware)
-    return _Pass(profile, seconds - _inside(meter))
+    return _Pass(build_profile(meter, run.units, run.plans.sizes(), hardware), _inside(meter))
+
+
+def _outside(loop: Loop, kept: _Pass) -> float:
+    """Of the same step once more: watching takes some percent itself, most of it outside."""
+    start = time.perf_counter()
+    loop.step()
+    return time.perf_counter() - start - kept.inside
 
 
 def _together(again: list[_Pass], kept: list[_Pass], hardware: HardwareProfile) -> Profile:
@@ -266,10 +273,6 @@ def _together(again: list[_Pass], kept: list[_Pass], hardware: HardwareProfile) 
     profile.gradients_persist = False
     profile.chunk_bytes = CHUNK
     return profile
-
-
-def _waited(run: Any) -> float:
-    return sum(float(v) for k, v in run.engine.counters().items() if k.startswith("wait_"))
 
 
 def _inside(meter: StepMeter) -> float:

@@ -30,12 +30,15 @@ class Speed:
 
     def calibrate(self) -> None:
         """Read once more while the rates are timed; the median of all counts."""
-        self._calibrated.append(self._step())
+        self._calibrated.append(self._read())
 
     def now(self) -> float:
         """Return what a step takes now, as a multiple of what it took at calibration."""
+        return self._read() / median(self._calibrated)
+
+    def _read(self) -> float:
         self._step()  # whoever ran before has the caches
-        return median(self._step() for _ in range(_STEPS)) / median(self._calibrated)
+        return median(self._step() for _ in range(_STEPS))
 
     def _step(self) -> float:
         start = time.perf_counter()
