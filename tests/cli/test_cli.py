@@ -131,15 +131,19 @@ def test_messages_are_in_the_command_lines_words(arguments: str, there: str, pyt
 
 
 @pytest.mark.parametrize(
-    "arguments", ["trace --steps 5", "compare --layers 2 --width 64 --steps 10"]
+    ("arguments", "shown"),
+    [
+        ("trace --steps 5", "training: step 5 of 5"),
+        ("compare --layers 2 --width 64 --steps 10", "plain PyTorch: step 20 of 20"),
+    ],
 )
 def test_what_takes_long_shows_its_way_in_a_pipe(
-    arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(group, [*arguments.split(), "--json"])
     assert result.exit_code == 0, result.output
-    assert "autohete: step 5 of " in result.stderr
+    assert shown in result.stderr
     json.loads(result.stdout)
 
 
