@@ -43,9 +43,8 @@ std::size_t host_gradient_bytes(const UnitProfile& unit, const UnitPlan& placed)
 class Largest {
  public:
   void add(std::size_t bytes) {
-    bytes_.push_back(bytes);
-    std::sort(bytes_.begin(), bytes_.end(), std::greater<>());
-    bytes_.resize(std::min(bytes_.size(), kLeavingGradients));
+    bytes_.insert(std::upper_bound(bytes_.begin(), bytes_.end(), bytes, std::greater<>()), bytes);
+    if (bytes_.size() > kLeavingGradients) bytes_.pop_back();
   }
   const std::vector<std::size_t>& bytes() const { return bytes_; }
 
