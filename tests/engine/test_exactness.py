@@ -165,37 +165,49 @@ def state_of(result: Result, what: str) -> torch.Tensor:
 
 
 def torch_adamw(model, **kwargs):
-    groups = adamw(model).param_groups
-    return torch.optim.AdamW(
-        [{"params": g["params"], "weight_decay": g["weight_decay"]} for g in groups],
-        lr=3e-3,
-        **kwargs,
-    )
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=3e-3, **kwargs)
 
 
-def test_many_steps_stay_within_twice_torchs_distance_from_itself(capsys):
-    """Oracle (iii)."""
+def rms(values: torch.Tensor) -> float:
+    return values.square().mean().sqrt().item()
+
+
+def test_many_steps_stay_as_near_to_torch_as_it_is_to_itself(capsys):
+    """Oracle (iii): weights no further apart than twice what fused and foreach are.
+
+    Of the moments that says little: fused and foreach share their rounding, which ours has not.
+    Weights and moments are as near to training in float64 as those of torch.
+    """
     fused = train(wrap=None, steps=STEPS, optimizer=partial(torch_adamw, fused=True))
     foreach = train(wrap=None, steps=STEPS, optimizer=partial(torch_adamw, foreach=True))
+    exact = train(wrap=None, steps=STEPS, optimizer=torch_adamw, build=lambda: make_gpt().double())
     ours = train(
         wrap={"plan": partial(forced_plan, kinds="all+c")},
         steps=STEPS,
         optimizer=partial(torch_adamw, foreach=True),
     )
     for what in ("weights", "exp_avg", "exp_avg_sq"):
-        wanted = state_of(foreach, what)
-        control = (state_of(fused, what) - wanted).abs().max().item()
-        measured = (state_of(ours, what) - wanted).abs().max().item()
-        # Moments are a few roundings apart: below one of those nothing can be told.
-        rounding = 0 if what == "weights" else wanted.abs().max().item() * 2**-24
+        of_fused, of_foreach, of_ours, wanted = (
+            state_of(result, what).double() for result in (fused, foreach, ours, exact)
+        )
+        control, measured = rms(of_fused - of_foreach), rms(of_ours - of_foreach)
+        torchs = max(rms(of_fused - wanted), rms(of_foreach - wanted))
+        error = rms(of_ours - wanted)
         with capsys.disabled():
             print(
-                f"\n  {what} after {STEPS} steps: fused to foreach {control:.3e}, "
-                f"ours {measured:.3e} (one rounding {rounding:.1e})",
+                f"\n  {what} after {STEPS} steps, rms: fused to foreach {control:.2e}, ours "
+                f"{measured:.2e}; to float64: torch {torchs:.2e}, ours {error:.2e}",
                 end="",
             )
         assert control > 0
-        assert measured <= 2 * control + rounding
+        assert what != "weights" or measured <= 2 * control
+        assert error <= 1.5 * torchs
 
 
 def test_the_loop_reads_no_gradient_late(capsys):
