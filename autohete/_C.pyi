@@ -894,6 +894,10 @@ class HostMachine:
         ...
     def charge_activations(self, on: bool) -> bool:
         ...
+    def close(self) -> None:
+        """
+        Nobody trains on it any more: what waits goes back to the system.
+        """
     def device_limit(self) -> int:
         ...
     def device_peak(self) -> int:
@@ -934,6 +938,10 @@ class HostMachine:
         ...
     def set_random_delays(self, arg0: typing.SupportsInt | typing.SupportsIndex, arg1: typing.SupportsFloat | typing.SupportsIndex) -> None:
         ...
+    def waiting_bytes(self) -> int:
+        """
+        Bytes of freed activations that wait to be used again; not counted as used.
+        """
 class Engine:
     def __init__(self, device: DeviceHandle, num_workers: typing.SupportsInt | typing.SupportsIndex = 0) -> None:
         ...

@@ -73,7 +73,8 @@ class HostSide:
         """Nothing to do: what leaves goes to ordinary memory."""
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Nobody trains here any more."""
+        self.machine.close()
 
     def clock(self) -> float:
         """Seconds, once everything queued on the device so far is done."""

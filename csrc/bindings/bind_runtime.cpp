@@ -44,7 +44,7 @@ struct HostMachine {
     device = std::make_shared<HostDevice>(device_budget);
     account->budget = device_budget;
   }
-  ~HostMachine() { account->open = false; }
+  ~HostMachine() { account->close(); }
   HostLink& link(CopyDirection direction) { return device->link(direction); }
 };
 
@@ -68,6 +68,12 @@ void bind_device(py::module_& module) {
       .def("charge_activations", charge, py::arg("on"))
       .def("set_advice", [](HostMachine& self, std::string text) { self.account->advice = text; })
       .def("device_used", [](HostMachine& self) { return self.device_budget->used(); })
+      .def(
+          "waiting_bytes", [](HostMachine& self) { return self.account->cache.waiting_bytes(); },
+          "Bytes of freed activations that wait to be used again; not counted as used.")
+      .def(
+          "close", [](HostMachine& self) { self.account->close(); },
+          "Nobody trains on it any more: what waits goes back to the system.")
       .def("device_peak", [](HostMachine& self) { return self.device_budget->peak(); })
       .def("device_limit", [](HostMachine& self) { return self.device_budget->limit(); })
       .def("set_device_limit",

@@ -8,9 +8,9 @@
 #include <array>
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <utility>
 
-#include "csrc/base/check.h"
 #include "csrc/base/format_bytes.h"
 
 namespace autohete {
@@ -28,6 +28,11 @@ ActivationAccount* account_now() {
   return current_account.get();
 }
 
+struct Charge {
+  std::shared_ptr<ActivationAccount> account;
+  std::size_t bytes;
+};
+
 // What is charged, by address. torch has callers (oneDNN) that free by address alone, so the charge
 // cannot live in the DataPtr's context.
 class Ledger {
@@ -37,20 +42,17 @@ class Ledger {
     std::lock_guard lock(shard.mutex);
     shard.charges.emplace(data, Charge{std::move(account), bytes});
   }
-  void remove(void* data) {
+  std::optional<Charge> remove(void* data) {
     Shard& shard = shard_of(data);
     std::lock_guard lock(shard.mutex);
     const auto found = shard.charges.find(data);
-    if (found == shard.charges.end()) return;  // allocated outside a scope
-    found->second.account->budget->refund(found->second.bytes);
+    if (found == shard.charges.end()) return std::nullopt;
+    Charge charge = std::move(found->second);
     shard.charges.erase(found);
+    return charge;
   }
 
  private:
-  struct Charge {
-    std::shared_ptr<ActivationAccount> account;
-    std::size_t bytes;
-  };
   struct Shard {
     std::mutex mutex;
     ska::flat_hash_map<void*, Charge> charges;  // without a node to allocate for each
@@ -69,9 +71,18 @@ Ledger& ledger() {
 
 c10::Allocator* base_allocator = nullptr;
 
+// Blocks wait in the account's cache as long as its device is there.
 void free_counted(void* data) {
-  ledger().remove(data);
-  base_allocator->raw_deleter()(data);
+  const std::optional<Charge> charge = ledger().remove(data);
+  if (!charge) return free_activation(data);  // allocated outside a scope
+  ActivationAccount& account = *charge->account;
+  if (charge->bytes >= BlockCache::kSmallest) {
+    account.cache.put(data, charge->bytes);
+    if (!account.open) account.cache.clear();
+  } else {
+    free_activation(data);
+  }
+  account.budget->refund(charge->bytes);
 }
 
 class BudgetAllocator final : public c10::Allocator {
@@ -80,19 +91,15 @@ class BudgetAllocator final : public c10::Allocator {
     if (bytes == 0 || !account_now()) return base_allocator->allocate(bytes);
     Budget& budget = *current_account->budget;
     if (!budget.charge(bytes)) refuse(bytes, budget);
-    c10::DataPtr memory;
+    void* data = nullptr;
     try {
-      memory = base_allocator->allocate(bytes);
+      data = block_of(bytes, current_account->cache);
     } catch (...) {
       budget.refund(bytes);
       throw;
     }
-    void* data = memory.get();
-    const c10::Device device = memory.device();
-    AH_ASSERT(memory.get_context() == data);
     ledger().add(data, current_account, bytes);
-    memory.release_context();
-    return {data, data, &free_counted, device};
+    return {data, data, &free_counted, c10::Device(c10::kCPU)};
   }
   void copy_data(void* dest, const void* src, std::size_t bytes) const override {
     base_allocator->copy_data(dest, src, bytes);
@@ -100,6 +107,19 @@ class BudgetAllocator final : public c10::Allocator {
   c10::DeleterFnPtr raw_deleter() const override { return &free_counted; }
 
  private:
+  static void* block_of(std::size_t bytes, BlockCache& cache) {
+    if (bytes < BlockCache::kSmallest) return base_allocator->raw_allocate(bytes);
+    if (void* const block = cache.take(bytes)) return block;
+    void* block = nullptr;
+    try {
+      block = base_allocator->raw_allocate(bytes);
+    } catch (const c10::Error&) {  // what waits may be what is missing
+      cache.clear();
+      block = base_allocator->raw_allocate(bytes);
+    }
+    cache.lend(bytes);
+    return block;
+  }
   [[noreturn]] static void refuse(std::size_t bytes, const Budget& budget) {
     const std::size_t least = budget.used() + bytes;
     TORCH_CHECK_WITH(OutOfMemoryError, false, "autohete host device: a tensor asked for ",
@@ -110,6 +130,8 @@ class BudgetAllocator final : public c10::Allocator {
 };
 
 }  // namespace
+
+void free_activation(void* block) { base_allocator->raw_deleter()(block); }
 
 std::shared_ptr<ActivationAccount> set_activation_account(
     std::shared_ptr<ActivationAccount> account) {

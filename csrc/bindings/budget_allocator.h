@@ -11,15 +11,25 @@
 #include <string>
 
 #include "csrc/device/budget.h"
+#include "csrc/memory/block_cache.h"
 
 namespace autohete {
 
+// Gives a block that torch's own CPU allocator made back to it.
+void free_activation(void* block);
+
 // What a scope charges. `advice` ends the error message (what to do about it). Nothing is charged
-// any more once it is not `open`.
+// any more, and nothing waits to be used again, once it is not `open`.
 struct ActivationAccount {
   std::shared_ptr<Budget> budget;
   std::string advice;
   std::atomic<bool> open{true};
+  BlockCache cache{&free_activation};
+
+  void close() {
+    open = false;
+    cache.clear();
+  }
 };
 
 // Charges this thread's later CPU allocations to `account`; null ends it. Returns the previous one.

@@ -1,0 +1,141 @@
+"""Freed activations wait on the host device for requests of their size, within bounds."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import pytest
+import torch
+
+from autohete import _C, AutoHeteWrapper
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def machine() -> _C.HostMachine:
+    return _C.HostMachine(gpu_mem=256 * MIB, cpu_mem=256 * MIB)
+
+
+@contextmanager
+def charged(machine: _C.HostMachine) -> Iterator[None]:
+    machine.charge_activations(True)
+    try:
+        yield
+    finally:
+        machine.charge_activations(False)
+
+
+def empty(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def test_a_freed_block_serves_the_next_request_of_its_size(machine: _C.HostMachine) -> None:
+    with charged(machine):
+        first = empty(MIB)
+        address = first.data_ptr()
+        del first
+        assert machine.device_used() == 0
+        assert machine.waiting_bytes() == MIB
+        again, other = empty(MIB), empty(MIB - 1)
+        assert again.data_ptr() == address
+        assert other.data_ptr() != address
+        assert machine.device_used() == 2 * MIB - 1
+
+
+def test_what_waits_is_not_used_memory(machine: _C.HostMachine) -> None:
+    """As much as the device has can be asked for in one size after another."""
+    with charged(machine):
+        for size in range(250, 256):
+            assert empty(size * MIB).numel() == size * MIB
+        with pytest.raises(torch.OutOfMemoryError):
+            empty(257 * MIB)
+    assert machine.device_used() == 0
+
+
+def test_blocks_are_held_for_a_quarter_more_than_was_ever_lent(machine: _C.HostMachine) -> None:
+    rng = random.Random(0)
+    held: list[torch.Tensor] = []
+    most = 0
+    with charged(machine):
+        for _ in range(3000):
+            if held and rng.random() < 0.5:
+                held.pop(rng.randrange(len(held)))
+            else:
+                held.append(empty(rng.choice([4096, 5000, 65536, 100_000, MIB, 3 * MIB])))
+            lent = sum(t.numel() for t in held)
+            most = max(most, lent)
+            assert machine.device_used() == lent
+            assert lent + machine.waiting_bytes() <= 1.25 * most
+
+
+def test_sizes_of_before_make_room_for_new_ones(machine: _C.HostMachine) -> None:
+    with charged(machine):
+        old = [empty(MIB) for _ in range(100)]
+        del old
+        new = [empty(2 * MIB + i) for i in range(45)]
+        assert machine.waiting_bytes() <= (125 - 90) * MIB
+        del new
+        again = [empty(2 * MIB + i) for i in range(45)]  # these were asked for last: all are there
+        assert machine.waiting_bytes() <= 35 * MIB
+        del again
+
+
+def test_small_blocks_do_not_wait(machine: _C.HostMachine) -> None:
+    with charged(machine):
+        assert empty(4095).numel() == 4095
+    assert machine.waiting_bytes() == 0
+
+
+def test_any_thread_may_free(machine: _C.HostMachine) -> None:
+    """Tensors go to four threads that drop them, while new ones of the same sizes are made."""
+    with charged(machine):
+        for round_ in range(200):
+            parts = [[empty(8192 * (1 + i % 3)) for i in range(16)] for _ in range(4)]
+            threads = [threading.Thread(target=part.clear) for part in parts]
+            for thread in threads:
+                thread.start()
+            fresh = [empty(8192).fill_(round_ % 251) for _ in range(16)]
+            for thread in threads:
+                thread.join()
+            assert all(bool((t == round_ % 251).all()) for t in fresh)
+            del fresh
+    assert machine.device_used() == 0
+    assert machine.waiting_bytes() <= 2 * 4 * 16 * 3 * 8192
+
+
+def test_tensors_that_outlive_their_device_leave_nothing_waiting() -> None:
+    process = psutil.Process()
+    machine = _C.HostMachine(gpu_mem=512 * MIB, cpu_mem=MIB)
+    with charged(machine):
+        kept = [empty(64 * MIB).fill_(1) for _ in range(4)]
+        dropped = [empty(40 * MIB).fill_(1) for _ in range(4)]
+        del dropped
+    assert machine.waiting_bytes() == 160 * MIB
+    full = process.memory_info().rss
+    machine.close()
+    assert machine.waiting_bytes() == 0
+    assert full - process.memory_info().rss > 100 * MIB
+    del machine
+    assert all(int(t.sum()) == 64 * MIB for t in kept)
+    full = process.memory_info().rss
+    del kept
+    assert full - process.memory_info().rss > 200 * MIB
+
+
+def test_unwrapping_gives_everything_back() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    wrapped = AutoHeteWrapper(model, optimizer, "64MiB", "64MiB", profile_path=None).to("cpu")
+    machine = wrapped.run.side.machine
+    for _ in range(3):
+        wrapped(torch.ones(256, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert machine.waiting_bytes() > 0
+    wrapped.unwrap()
+    assert machine.waiting_bytes() == 0
