@@ -180,13 +180,14 @@ class EarlyUpdates:
         if order != 2:
             return NotImplemented
         self._asked = True
-        place = self._place(index, gradient)
+        place = self._run.engine.place_of(index, gradient)
         norm = None if place is None else self._run.engine.gradient_norm(index, place)
         return NotImplemented if norm is None else norm.to(self._run.side.torch_device)
 
     def _unscaled(self, index: int, gradient: torch.Tensor, factor: float) -> Any:
         self._unscaled_now = factor
-        engine, place = self._run.engine, self._place(index, gradient)
+        engine = self._run.engine
+        place = engine.place_of(index, gradient)
         if place is None or not engine.gradient_is_finite(index, place):
             return NotImplemented
         if factor != 1.0 and not engine.scale_gradient(index, place, factor):
@@ -200,12 +201,7 @@ class EarlyUpdates:
             return NotImplemented
         if float(factor) == 1.0:
             return gradient  # to the bit what multiplying would give
-        place = self._place(index, gradient)
+        place = self._run.engine.place_of(index, gradient)
         if place is None or not self._run.engine.scale_gradient(index, place, float(factor)):
             return NotImplemented
         return gradient
-
-    def _place(self, index: int, gradient: torch.Tensor) -> int | None:
-        parameters = self._run.units[index].parameters
-        with torch._C.DisableTorchFunctionSubclass():
-            return next((i for i, p in enumerate(parameters) if p.grad is gradient), None)

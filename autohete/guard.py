@@ -94,9 +94,15 @@ class Guard:
     """Called when somebody gets a parameter's gradient: makes it final first."""
 
     @classmethod
-    @_not_traced  # type: ignore[untyped-decorator]
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        # Not compiled, but asked of thousands of gradients when they are clipped: to keep the
+        # compiler out by _not_traced always would cost as much as the answer.
+        if torch.compiler.is_compiling():
+            return _answer_untraced(cls, func, args, kwargs or {})
+        return cls._answer_call(func, args, kwargs or {})
+
+    @classmethod
+    def _answer_call(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
@@ -145,6 +151,11 @@ class Guard:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._settled().__reduce_ex__(protocol)
+
+
+@_not_traced  # type: ignore[untyped-decorator]
+def _answer_untraced(guard: type[Guard], func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return guard._answer_call(func, args, kwargs)
 
 
 def settle_guarded(func: Any, tensors: list[torch.Tensor]) -> None:

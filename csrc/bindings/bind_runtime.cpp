@@ -255,6 +255,7 @@ void bind_engine(py::module_& module) {
           py::arg("hypers"), py::arg("update"), py::arg("measure"), py::arg("in_place") = false,
           py::arg("norm_scale") = 1.0F)
       .def("withdraw_ahead", &TorchEngine::withdraw_ahead)
+      .def("place_of", &TorchEngine::place_of, py::arg("unit"), py::arg("gradient"))
       .def("gradient_norm", &TorchEngine::gradient_norm)
       .def("gradient_is_finite", &TorchEngine::gradient_is_finite)
       .def("scale_gradient", &TorchEngine::scale_gradient)

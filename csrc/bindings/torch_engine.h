@@ -89,6 +89,8 @@ class TorchEngine {
   void expect_step(Expectation expectation);
   // Gradients are about to change (another backward): what ran ahead is void, factors are applied.
   void withdraw_ahead();
+  // Which of the unit's parameters has this gradient; nothing where none has.
+  std::optional<int> place_of(int unit, const at::Tensor& gradient) const;
   // torch's 2-norm of one gradient, where `measure` took it and nothing has changed it since.
   std::optional<at::Tensor> gradient_norm(int unit, int index);
   // All its values are known to be finite, by the same means.

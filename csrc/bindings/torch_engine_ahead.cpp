@@ -113,6 +113,16 @@ void TorchEngine::withdraw_ahead() {
   }
 }
 
+std::optional<int> TorchEngine::place_of(int index, const at::Tensor& gradient) const {
+  const std::vector<TorchParameter>& parameters = units_.at(index)->parameters();
+  const auto has_it = [&](const TorchParameter& parameter) {
+    return parameter.value.tensor().grad().is_same(gradient);
+  };
+  const auto found = std::find_if(parameters.begin(), parameters.end(), has_it);
+  if (found == parameters.end()) return std::nullopt;
+  return static_cast<int>(found - parameters.begin());
+}
+
 std::optional<at::Tensor> TorchEngine::gradient_norm(int index, int i) {
   const float factor = units_.at(index)->parameters().at(i).gradient_factor;
   return factor == offers_[index].norm_scale ? measured_norm(index, i) : std::nullopt;
