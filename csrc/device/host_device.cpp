@@ -70,9 +70,11 @@ void HostDevice::copy_async(void* dst, const void* src, std::size_t bytes, Strea
   Stream& target = find(stream);
   const auto direction = static_cast<std::size_t>(target.direction);
   const auto now = HostLink::Clock::now();
-  target.queue.push([this, dst, src, bytes, direction, now] {
+  const std::function<void()> copy = [this, dst, src, bytes, direction, now] {
     lanes_->links[direction].copy(dst, src, bytes, now, lanes_->links[1 - direction]);
-  });
+  };
+  if (lanes_->links[direction].is_free() && target.queue.run_if_idle(copy)) return;
+  target.queue.push(copy);
 }
 
 Event HostDevice::record(StreamId stream) {

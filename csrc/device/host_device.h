@@ -21,6 +21,9 @@ namespace autohete {
 // kComputeStream is the calling thread: copies and callbacks on it happen at once, record() gives a
 // complete event, wait() blocks. In a forked child everything behaves like that, since the threads
 // stayed in the parent; an event that was pending there throws std::runtime_error.
+//
+// A copy over a link that nothing slows or holds is made by who asks for it, where its stream is
+// idle: the same bytes at the same speed, and no thread to wake (measured: 4 to 6 us a copy).
 class HostDevice final : public Device {
  public:
   explicit HostDevice(std::shared_ptr<Budget> device_budget);

@@ -27,6 +27,12 @@ void HostLink::free_from_now() {
   free_from_ = Clock::now();
 }
 
+bool HostLink::is_free() {
+  std::lock_guard lock(mutex_);
+  return !closed_ && !held_ && failures_ == 0 && max_delay_seconds_ == 0 &&
+         speed_.bytes_per_second == 0 && speed_.latency_seconds == 0;
+}
+
 void HostLink::pass_gate() {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] { return closed_ || !held_ || permits_ > 0; });

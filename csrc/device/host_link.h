@@ -33,6 +33,10 @@ class HostLink {
   // Copies were held back by something else until now: none starts earlier.
   void free_from_now();
 
+  // Whether a copy takes no longer than memory does: no speed is stated, and no test wants
+  // anything.
+  bool is_free();
+
   // Speed of the copies that start from now on. Throws std::invalid_argument.
   void set_speed(const LinkSpeed& speed);
   // Adds a delay in [0, max_seconds) to each copy, the same row of delays for the same seed.

@@ -57,8 +57,36 @@ void HostStream::push(std::function<void()> work) {
   changed_.notify_one();  // whoever pushes keeps the stream: the thread wakes to a free lock
 }
 
+bool HostStream::run_if_idle(const std::function<void()>& work) {
+  {
+    std::lock_guard lock(mutex_);
+    if (running_ || !queue_.empty()) return false;
+    running_ = true;
+  }
+  do_work(work);
+  bool waited_for = false;
+  {
+    std::lock_guard lock(mutex_);
+    running_ = false;
+    waited_for = stopping_ || !queue_.empty();
+  }
+  if (waited_for) changed_.notify_one();
+  return true;
+}
+
 void HostStream::record(std::shared_ptr<HostEvent> event) {
-  push([this, event = std::move(event)] { event->complete(std::exchange(failure_, nullptr)); });
+  const auto complete = [this, event = std::move(event)] {
+    event->complete(std::exchange(failure_, nullptr));
+  };
+  if (!run_if_idle(complete)) push(complete);
+}
+
+void HostStream::do_work(const std::function<void()>& work) {
+  try {
+    work();
+  } catch (...) {
+    if (!failure_) failure_ = std::current_exception();
+  }
 }
 
 void HostStream::run() {
@@ -66,16 +94,15 @@ void HostStream::run() {
     std::function<void()> work;
     {
       std::unique_lock lock(mutex_);
-      changed_.wait(lock, [&] { return stopping_ || !queue_.empty(); });
+      changed_.wait(lock, [&] { return !running_ && (stopping_ || !queue_.empty()); });
       if (queue_.empty()) return;
+      running_ = true;
       work = std::move(queue_.front());
       queue_.pop_front();
     }
-    try {
-      work();
-    } catch (...) {
-      if (!failure_) failure_ = std::current_exception();
-    }
+    do_work(work);
+    std::lock_guard lock(mutex_);
+    running_ = false;
   }
 }
 

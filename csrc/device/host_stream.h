@@ -36,8 +36,9 @@ class HostEvent final : public Event::State {
   std::vector<std::function<void()>> callbacks_;
 };
 
-// Runs work in order on a thread of its own. A failure of some work is handed to the event recorded
-// next; work after that event is not affected. Any thread may push.
+// Runs work in order on a thread of its own, or on the caller's where that is idle. A failure of
+// some work is handed to the event recorded next; work after that event is not affected. Any thread
+// may push.
 class HostStream {
  public:
   HostStream();
@@ -45,16 +46,20 @@ class HostStream {
   ~HostStream();
 
   void push(std::function<void()> work);
+  // Runs `work` here and now where nothing else is queued or running; else false.
+  bool run_if_idle(const std::function<void()>& work);
   void record(std::shared_ptr<HostEvent> event);
 
  private:
   void run();
+  void do_work(const std::function<void()>& work);
 
-  std::mutex mutex_;  // guards queue_, stopping_
+  std::mutex mutex_;  // guards queue_, running_, stopping_
   std::condition_variable changed_;
   std::deque<std::function<void()>> queue_;
+  bool running_ = false;  // some work, here or on a caller's thread
   bool stopping_ = false;
-  std::exception_ptr failure_;  // of the work since the last record; the thread's own
+  std::exception_ptr failure_;  // of the work since the last record; who is running_ has it
   std::thread thread_;
 };
 

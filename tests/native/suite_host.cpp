@@ -2,6 +2,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -122,6 +123,57 @@ TEST_CASE("held copies go one by one as they are released") {
   CHECK(!device.query(events[3]));
   link.release_all();
   device.synchronize(events[3]);
+}
+
+TEST_CASE("over a free link a copy is made by who asks for it, and in its turn behind others") {
+  HostDevice device(std::make_shared<Budget>(1 << 20));
+  HostLink& link = device.link(kUp);
+  const std::vector<std::byte> first = pattern(256, 1), second = pattern(256, 2);
+  std::vector<std::byte> received(256);
+  const StreamId up = device.create_stream(kUp);
+  device.copy_async(received.data(), first.data(), 256, up);
+  CHECK(received == first);
+  CHECK(device.query(device.record(up)));
+  link.hold();
+  device.copy_async(received.data(), second.data(), 256, up);
+  const Event held = device.record(up);
+  CHECK(!device.query(held));
+  CHECK(received == first);
+  std::promise<void> begun, go;
+  device.host_callback(up, [&] { begun.set_value(), go.get_future().wait(); });
+  link.release_all();
+  device.synchronize(held);
+  get_soon(begun.get_future());
+  // The link is free again and the stream is not: the copy must not pass the callback.
+  device.copy_async(received.data(), first.data(), 256, up);
+  const Event behind = device.record(up);
+  CHECK(received == second);
+  CHECK(!device.query(behind));
+  go.set_value();
+  device.synchronize(behind);
+  CHECK(received == first);
+}
+
+TEST_CASE("many threads ask one idle stream for copies, and each has its own before its event") {
+  constexpr int kThreads = 4, kCopies = 2000;
+  HostDevice device(std::make_shared<Budget>(1 << 20));
+  const StreamId up = device.create_stream(kUp);
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] {
+      std::vector<std::byte> received(64);
+      for (int i = 0; i < kCopies; ++i) {
+        const std::vector<std::byte> sent = pattern(64, t * kCopies + i);
+        device.copy_async(received.data(), sent.data(), 64, up);
+        device.synchronize(device.record(up));
+        if (received != sent) ++wrong;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK_EQ(wrong.load(), 0);
+  CHECK_EQ(device.link(kUp).num_ended(), std::size_t{kThreads * kCopies});
 }
 
 TEST_CASE("a device destroyed with held copies fails them and does not hang") {
