@@ -55,7 +55,7 @@ std::size_t BlockCache::waiting_bytes() const {
 
 // With mutex_ held. The sizes that were asked for longest ago go first.
 void BlockCache::make_room(std::vector<void*>& out) {
-  const std::size_t most = most_lent_ + most_lent_ / 4;
+  const std::size_t most = most_lent_ + most_lent_ / 8;
   while (waiting_ > 0 && lent_ + waiting_ > most) {
     auto oldest = sizes_.end();
     for (auto it = sizes_.begin(); it != sizes_.end();) {

@@ -11,7 +11,7 @@
 
 namespace autohete {
 
-// What is lent and what waits are together never more than a quarter above the most that was lent
+// What is lent and what waits are together never more than an eighth above the most that was lent
 // at once: blocks of sizes that are not asked for any more go back to the system first. Any thread.
 class BlockCache {
  public:

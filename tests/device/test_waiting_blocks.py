@@ -57,7 +57,7 @@ def test_what_waits_is_not_used_memory(machine: _C.HostMachine) -> None:
     assert machine.device_used() == 0
 
 
-def test_blocks_are_held_for_a_quarter_more_than_was_ever_lent(machine: _C.HostMachine) -> None:
+def test_blocks_are_held_for_an_eighth_more_than_was_ever_lent(machine: _C.HostMachine) -> None:
     rng = random.Random(0)
     held: list[torch.Tensor] = []
     most = 0
@@ -70,7 +70,7 @@ def test_blocks_are_held_for_a_quarter_more_than_was_ever_lent(machine: _C.HostM
             lent = sum(t.numel() for t in held)
             most = max(most, lent)
             assert machine.device_used() == lent
-            assert lent + machine.waiting_bytes() <= 1.25 * most
+            assert lent + machine.waiting_bytes() <= 1.125 * most
 
 
 def test_sizes_of_before_make_room_for_new_ones(machine: _C.HostMachine) -> None:
@@ -78,10 +78,10 @@ def test_sizes_of_before_make_room_for_new_ones(machine: _C.HostMachine) -> None
         old = [empty(MIB) for _ in range(100)]
         del old
         new = [empty(2 * MIB + i) for i in range(45)]
-        assert machine.waiting_bytes() <= (125 - 90) * MIB
+        assert machine.waiting_bytes() <= (112 - 90) * MIB + MIB
         del new
         again = [empty(2 * MIB + i) for i in range(45)]  # these were asked for last: all are there
-        assert machine.waiting_bytes() <= 35 * MIB
+        assert machine.waiting_bytes() <= 24 * MIB
         del again
 
 
