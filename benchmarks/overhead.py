@@ -14,6 +14,7 @@ from statistics import median
 
 import click
 import torch
+from machine_speed import keep_heap
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -50,6 +51,7 @@ def states_offloaded(model: nn.Module) -> Plan:
 @click.option("--tokens", default=1024, show_default=True, help="Per step, in rows of 128.")
 def main(rounds: int, layers: int, width: int, tokens: int) -> None:
     """Print step times relative to plain PyTorch with fused AdamW."""
+    keep_heap()
     config = GPTConfig(num_layers=layers, width=width, dropout=0.0)
     data = torch.randint(0, 256, (max(tokens // 128, 1), 129))
     makers = {"nothing planned": None, "state": states_offloaded, "all": everything_offloaded}

@@ -23,6 +23,7 @@ import click
 import psutil
 import torch
 import torch.distributed as dist
+from machine_speed import keep_heap
 from overhead import everything_offloaded
 from rich.console import Console
 from rich.table import Table
@@ -155,6 +156,7 @@ def show(seconds: dict[str, list[float]], title: str) -> None:
               help="Per step, in rows of 128.")  # fmt: skip
 def main(rounds: int, layers: int, width: int, tokens: tuple[int, ...]) -> None:
     """Print step times relative to plain PyTorch with fused AdamW."""
+    keep_heap()
     warnings.filterwarnings("ignore")  # the peers' own
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_SIZE="1")

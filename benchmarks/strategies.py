@@ -31,6 +31,7 @@ from typing import Any
 
 import click
 import torch
+from machine_speed import keep_heap
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -261,6 +262,7 @@ def measure(
     rounds: int, layers: int, width: int, tokens: int, ratios: tuple[float, ...], clip: str,
     link: float, latency: float, against: tuple[str, ...],
 ) -> list[dict[str, Any]]:  # fmt: skip
+    keep_heap()
     torch.set_num_threads(1)
     config = GPTConfig(num_layers=layers, width=width, num_heads=4, dropout=0.0)
     data = torch.randint(0, 256, (max(tokens // 128, 1), 129))
