@@ -53,7 +53,10 @@ class Job {
 
  private:
   void work_in(Run& run) {
-    for (std::size_t tile; (tile = run.next.fetch_add(1)) < run.end;) {
+    // Looked at before it is claimed from: of many threads all pass by all runs in the end.
+    while (run.next.load(std::memory_order_relaxed) < run.end) {
+      const std::size_t tile = run.next.fetch_add(1);
+      if (tile >= run.end) return;
       try {
         (*body_)(tile);
       } catch (...) {
