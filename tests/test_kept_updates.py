@@ -72,6 +72,12 @@ def transpose(optimizer: CPUOptimizer, params: list[nn.Parameter]) -> None:
     params[3].data = params[3].data.t().contiguous().t()
 
 
+def negated_gradient(optimizer: CPUOptimizer, params: list[nn.Parameter]) -> None:
+    grad = params[3].grad
+    assert grad is not None
+    params[3].grad = torch._neg_view(grad)
+
+
 def turned_gradient(optimizer: CPUOptimizer, params: list[nn.Parameter]) -> None:
     grad = params[3].grad
     assert grad is not None
@@ -102,6 +108,7 @@ CHANGES: dict[str, Change] = {
     "a gradient less": lambda o, p: setattr(p[1], "grad", None),
     "no gradient at all": lambda o, p: [setattr(q, "grad", None) for q in p],
     "the same gradients again": lambda o, p: [q.grad.mul_(0.5) for q in p if q.grad is not None],
+    "a negated gradient": negated_gradient,
     "a turned gradient": turned_gradient,
     "parameter moved": lambda o, p: setattr(p[0], "data", p[0].data.clone() + 1),
     "parameter edited": lambda o, p: p[0].data.add_(1),

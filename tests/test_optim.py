@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autohete.optim import CPUAdamW
+from autohete.optim import CPUSGD, CPUAdamW, CPULion
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -427,6 +427,27 @@ def test_a_state_dict_of_other_shapes_is_refused_and_nothing_is_loaded() -> None
     assert bits_equal(optimizer.state_dict(), before)
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        lambda params: torch.optim.RMSprop(params),
+        lambda params: torch.optim.Adagrad(params),
+    ],
+    ids=["sgd", "rmsprop", "adagrad"],
+)
+def test_a_state_dict_of_another_rule_is_refused_and_nothing_is_loaded(other: Any) -> None:
+    params = params_of((4, 5), (3,))
+    theirs = other(copies(params))
+    train(theirs, range(2))
+    optimizer = CPUAdamW(params, lr=0.5)
+    train(optimizer, range(3))
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match="has .* and no exp_avg and no exp_avg_sq, expected"):
+        optimizer.load_state_dict(theirs.state_dict())
+    assert bits_equal(optimizer.state_dict(), before)
+
+
 def test_pickles_and_deep_copies_go_on_alike() -> None:
     params = params_of((9,))
     optimizer = CPUAdamW(params, num_workers=1, lr=0.1)
@@ -435,6 +456,49 @@ def test_pickles_and_deep_copies_go_on_alike() -> None:
     train(optimizer, range(2, 4))
     train(twin, range(2, 4))
     assert torch.equal(params[0], twin.param_groups[0]["params"][0])
+
+
+# ---- values that are negated where they are read ----------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,)])
+@pytest.mark.parametrize("cls", [CPUAdamW, CPUSGD, CPULion])
+def test_gradients_of_a_complex_model_have_their_sign(cls: Any, shape: tuple[int, ...]) -> None:
+    ends = []
+    for plain in (True, False):
+        p = nn.Parameter(torch.ones(shape))
+        optimizer = cls([p], lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            value = torch.complex(torch.zeros(shape), p)
+            (value.conj() * torch.tensor(2 + 3j * (step + 1))).real.sum().backward()
+            assert p.grad is not None
+            if plain:
+                p.grad = p.grad.clone()
+            optimizer.step()
+        ends.append(p.detach().clone())
+    assert torch.equal(*ends)
+    assert (ends[0] < 1).all()  # its gradient is positive
+
+
+def test_autograd_leaves_such_a_gradient() -> None:
+    p = nn.Parameter(torch.ones(()))
+    (torch.complex(torch.zeros(()), p).conj() * torch.tensor(2 + 3j)).real.backward()
+    assert p.grad is not None
+    assert p.grad.is_neg()  # or the test above says nothing
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def test_a_parameter_whose_memory_holds_negated_values_is_updated_as_torch_does(
+    dtype: torch.dtype,
+) -> None:
+    stored = torch.tensor([1.0, -2.0, 3.0], dtype=dtype)
+    ours, theirs = nn.Parameter(torch._neg_view(stored)), nn.Parameter(-stored)
+    optimizers = CPUAdamW([ours], lr=0.1), CPUAdamW([theirs], lr=0.1)
+    for optimizer in optimizers:
+        train(optimizer, range(4))
+    assert torch.equal(ours, theirs)
+    assert torch.equal(stored, -theirs.detach())
 
 
 # ---- how it is called -----------------------------------------------------------------------
@@ -511,6 +575,8 @@ def test_grad_scaler_works_as_with_torchs_fused_optimizer(unscale: bool) -> None
     ("kwargs", "message"),
     [
         ({"lr": -1.0}, "lr is -1.0, expected"), ({"lr": float("nan")}, "lr is nan, expected"),
+        ({"lr": "x"}, "lr is 'x', expected a number"), ({"eps": None}, "eps is None, expected a n"),
+        ({"betas": (0.9, "x")}, "betas is 'x', expected a number"),
         ({"eps": -1.0}, "eps is"), ({"eps": float("nan")}, "eps is nan"),
         ({"betas": (1.0, 0.9)}, r"betas\[0\] is 1.0"),
         ({"betas": (0.9, float("nan"))}, r"betas\[1\] is nan"),
@@ -574,6 +640,42 @@ def test_parameters_that_share_memory_are_refused_and_nothing_moves() -> None:
     with pytest.raises(ValueError, match="param overlaps the param of another update"):
         optimizer.step()
     assert torch.equal(storage, torch.ones(20))
+
+
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
+def test_state_shared_between_parameters_is_refused_and_nothing_moves(key: str) -> None:
+    params = params_of((12,), (12,))
+    optimizer = CPUAdamW(params)
+    train(optimizer, range(1))
+    optimizer.state[params[1]][key] = optimizer.state[params[0]][key]
+    before = copy.deepcopy(optimizer.state_dict()), copies(params)
+    give_grads(params, 1)
+    with pytest.raises(ValueError, match=f"{key} overlaps the {key} of another update"):
+        optimizer.step()
+    assert bits_equal(optimizer.state_dict(), before[0])
+    assert all(torch.equal(p, q) for p, q in zip(params, before[1], strict=True))
+
+
+def test_a_gradient_in_the_memory_of_another_parameter_is_refused() -> None:
+    params = params_of((12,), (12,))
+    before = copies(params)
+    optimizer = CPUAdamW(params)
+    params[0].grad, params[1].grad = params[1].detach(), torch.ones(12)
+    with pytest.raises(ValueError, match="grad overlaps the param of another update"):
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
+
+
+def test_parameters_may_share_one_gradient() -> None:
+    ours, theirs = params_of((12,), (12,)), params_of((12,), (12,))
+    optimizer, oracle = CPUAdamW(ours), torch.optim.AdamW(theirs)
+    for _ in range(3):
+        grad = torch.randn(12)
+        for p in (*ours, *theirs):
+            p.grad = grad
+        optimizer.step()
+        oracle.step()
+    assert_close(optimizer, oracle)
 
 
 def test_a_refused_group_is_not_added() -> None:

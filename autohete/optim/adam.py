@@ -64,6 +64,7 @@ class CPUAdamW(CPUOptimizer):
     """
 
     _seed = 0
+    _needed = ("exp_avg", "exp_avg_sq")
     _kept = ("_num_workers", "_moment_dtype", "_seed")
 
     def __init__(

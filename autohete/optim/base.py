@@ -16,6 +16,7 @@ from autohete.optim.sharded import PartOf, is_sharded
 from autohete.optim.states import (
     FP32_KEYS,
     StatePools,
+    check_kind,
     check_shapes,
     like,
     loaded_state,
@@ -51,6 +52,7 @@ class CPUOptimizer(Optimizer):
     _beside: Beside | None = None  # who makes the updates, if not step() itself; nor is this
     _moment_dtype = torch.float32
     _main_state = "exp_avg"  # where it is laid out as the parameter, the other states are too
+    _needed: tuple[str, ...] = ()  # what a saved state must have that has anything
     _kept: tuple[str, ...] = ("_num_workers",)  # what pickles and copies carry besides torch's own
 
     def __init__(
@@ -151,7 +153,7 @@ class CPUOptimizer(Optimizer):
         share no memory afterwards.
 
         Raises:
-            ValueError: it is of other parameters; nothing has been loaded.
+            ValueError: it is of other parameters or of another rule; nothing has been loaded.
         """
         if self._beside is not None:
             self._beside.wait()
@@ -159,7 +161,9 @@ class CPUOptimizer(Optimizer):
 
         def look(_: Optimizer, given: dict[str, Any]) -> None:  # behind the user's own hooks
             for name, param in self._places_in(given):
-                check_shapes(self._name, param, given["state"].get(name, {}))
+                saved = given["state"].get(name, {})
+                check_kind(self._name, saved, self._needed)
+                check_shapes(self._name, param, saved)
             final.append(given)
 
         hook = self.register_load_state_dict_pre_hook(look)
@@ -313,6 +317,8 @@ class CPUOptimizer(Optimizer):
         for tensor in (param, grad):
             if type(tensor) not in _PLAIN and tensor.layout == torch.strided:
                 tensor.data_ptr()  # of a model wrapped with another optimizer: waits for it
+        if grad.layout == torch.strided and grad.is_neg():
+            grad = grad.resolve_neg()  # autograd leaves such for one value of a complex model
         half = param.dtype != torch.float32
         self._complete(param, grad, state, group)
         if half != ("master" in state):
@@ -325,6 +331,9 @@ class CPUOptimizer(Optimizer):
             grad = like(grad, work)
             if work is not param:
                 after.append(partial(param.copy_, work))
+        if param.is_neg():
+            work = param.detach().resolve_neg()
+            after.append(partial(param.copy_, work))
         kept: Any = state.get(self._main_state, state.get("master"))
         alike = kept is None or (plain and kept.is_contiguous())
         if not alike and kept.stride() != work.stride():

@@ -21,7 +21,10 @@ def number(where: str, name: str, value: float | Tensor) -> float:
     """Return a hyper-parameter that may be a one-element tensor."""
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"{where}: {name} has {value.numel()} elements, expected one")
-    return float(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{where}: {name} is {value!r}, expected a number") from None
 
 
 def whole_number(where: str, name: str, value: Any) -> int:

@@ -36,6 +36,8 @@ class CPULion(CPUOptimizer):
         ValueError: as in CPUAdamW.
     """
 
+    _needed = ("exp_avg",)
+
     def __init__(
         self,
         params: ParamsT,

@@ -9,7 +9,15 @@ from torch import Tensor
 
 from autohete import _C
 
-__all__ = ["FP32_KEYS", "StatePools", "check_shapes", "like", "loaded_state", "new_state"]
+__all__ = [
+    "FP32_KEYS",
+    "StatePools",
+    "check_kind",
+    "check_shapes",
+    "like",
+    "loaded_state",
+    "new_state",
+]
 
 FP32_KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master")
 
@@ -84,6 +92,19 @@ def check_shapes(where: str, param: Tensor, saved: dict[str, Any]) -> None:
                 f"parameter's {tuple(param.shape)}; load a state dict of the same model, with "
                 "parameters in the same order"
             )
+
+
+def check_kind(where: str, saved: dict[str, Any], needed: tuple[str, ...]) -> None:
+    """Raise ValueError where one parameter's state of a state dict is another rule's."""
+    kept = [key for key, value in saved.items() if isinstance(value, Tensor)]
+    kept = [key for key in kept if key not in ("step", "master")]
+    missing = [key for key in needed if key not in saved]
+    if kept and missing:
+        raise ValueError(
+            f"{where}: a parameter's state in the state dict has {', '.join(kept)} and no "
+            f"{' and no '.join(missing)}, expected {' and '.join(needed)}; load the state dict of "
+            "the same kind of optimizer, or of the model alone"
+        )
 
 
 def loaded_state(

@@ -15,6 +15,12 @@
 namespace autohete {
 namespace {
 
+py::tuple tuple_of(const char* where, const char* name, const py::object& item) {
+  if (py::isinstance<py::tuple>(item) || py::isinstance<py::list>(item)) return item;
+  throw std::invalid_argument(concat(where, ": ", name, " holds ",
+                                     py::repr(item).cast<std::string>(), ", expected tuples"));
+}
+
 template <typename Span, typename Update>
 UpdateStats run(const char* where, Update update, Workers& workers, const py::list& updates,
                 const py::object& out, const std::optional<std::string>& level_name,
@@ -29,10 +35,10 @@ UpdateStats run(const char* where, Update update, Workers& workers, const py::li
   for (std::size_t i = 0; i < spans.size(); ++i) {
     const py::object there =
         out.is_none() ? py::object(py::none()) : out[py::int_(i)].cast<py::object>();
-    read(call, updates[i].cast<py::tuple>(),
-         there.is_none() ? there : py::object(there.cast<py::tuple>()), spans[i]);
+    read(call, tuple_of(where, "updates", updates[i]),
+         there.is_none() ? there : tuple_of(where, "out", there), spans[i]);
   }
-  call.require_params_disjoint();
+  call.require_updates_disjoint();
   UpdateStats stats;
   {
     py::gil_scoped_release release;

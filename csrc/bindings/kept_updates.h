@@ -64,7 +64,7 @@ struct KeptTensor {
   bool same(at::IntArrayRef sizes) const {
     const at::Tensor& now = tensor();
     return now.mutable_data_ptr() == memory && now.scalar_type() == dtype && now.is_contiguous() &&
-           now.sizes() == sizes;
+           !now.is_neg() && now.sizes() == sizes;
   }
 };
 
@@ -89,7 +89,7 @@ class KeptUpdates {
       if (updates[i].is_none()) continue;
       read_one(call, kept, updates[i].cast<py::tuple>());
     }
-    call.require_params_disjoint();
+    call.require_updates_disjoint();
   }
 
   // Makes all updates with the gradients that the parameters have now and one hyper for each
@@ -193,8 +193,8 @@ class KeptUpdates {
     const at::Tensor& grad = THPVariable_Unpack(object.ptr());
     const at::Tensor& param = kept.tensors[0].tensor();
     if (!grad.device().is_cpu() || grad.layout() != at::kStrided || !grad.is_contiguous() ||
-        grad.unsafeGetTensorImpl()->is_python_dispatch() || grad.sizes() != param.sizes() ||
-        static_cast<std::size_t>(param.numel()) != span.numel)
+        grad.is_neg() || grad.unsafeGetTensorImpl()->is_python_dispatch() ||
+        grad.sizes() != param.sizes() || static_cast<std::size_t>(param.numel()) != span.numel)
       return false;
     const auto dtype = grad.scalar_type();
     if (dtype != at::kFloat && dtype != at::kBFloat16 && dtype != at::kHalf) return false;

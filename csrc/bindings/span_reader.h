@@ -52,7 +52,7 @@ inline void count(at::Tensor& counter) {
 
 // The update's step number: a number, or a 0-dim tensor that will hold it.
 inline double next_step(const char* where, py::handle step, std::vector<at::Tensor>& counters) {
-  if (!THPVariable_Check(step.ptr())) return step.cast<double>();
+  if (!THPVariable_Check(step.ptr())) return value_of<double>(where, "step", step, "a number");
   const Argument argument = unpack(where, "step", step);
   const at::Tensor& tensor = argument.tensor;
   if (tensor.numel() != 1) argument.refuse(tensor.sizes(), "one number");
@@ -68,15 +68,31 @@ struct CallTensors {
   const char* where;
   std::vector<at::Tensor> written{};
   std::vector<at::Tensor> counters{};
-  std::vector<Range> params{};
+  std::vector<Range> reads{};   // gradients, and old values that stay
+  std::vector<Range> writes{};  // new values
 
-  void require_params_disjoint() {
-    std::sort(params.begin(), params.end(),
+  // Updates are made side by side, so that none may write what another reads or writes. (Two may
+  // read the same gradient.) Within one update SpanReader has looked.
+  void require_updates_disjoint() {
+    const auto is_empty = [](const Range& range) { return range.begin == range.end; };
+    std::erase_if(writes, is_empty);
+    std::erase_if(reads, is_empty);
+    std::sort(writes.begin(), writes.end(),
               [](const Range& a, const Range& b) { return a.begin < b.begin; });
-    for (std::size_t i = 1; i < params.size(); ++i) {
-      require(params[i - 1].end <= params[i].begin || params[i].begin == params[i].end, where,
-              ": param overlaps the param of another update, expected separate memory");
+    for (std::size_t i = 1; i < writes.size(); ++i) {
+      if (writes[i - 1].end > writes[i].begin) refuse_overlap(writes[i - 1], writes[i]);
     }
+    for (const Range& read : reads) {
+      const auto behind =
+          std::upper_bound(writes.begin(), writes.end(), read.begin,
+                           [](const char* begin, const Range& range) { return begin < range.end; });
+      if (behind != writes.end() && behind->begin < read.end) refuse_overlap(read, *behind);
+    }
+  }
+
+  [[noreturn]] void refuse_overlap(const Range& a, const Range& b) const {
+    throw std::invalid_argument(concat(where, ": ", a.name, " overlaps the ", b.name,
+                                       " of another update, expected separate memory"));
   }
 
   void finish() {
@@ -99,12 +115,11 @@ class SpanReader {
     span_.grad_dtype = dtype_of(grad);
     span_.grad = grad.tensor.const_data_ptr();
     ranges_.push_back(range_of(grad));
+    call_.reads.push_back(ranges_.back());
     require_same_layout(param_, param_);
     require_same_layout(grad, param_);
     span_.param_in = fp32(param_);
-    const Argument to = destination(param_);
-    span_.param_out = mutable_fp32(to);
-    call_.params.push_back(range_of(to));
+    span_.param_out = mutable_fp32(destination(param_));
   }
 
   void read_state(const char* name, py::handle object, const void*& in, void*& out) {
@@ -138,7 +153,9 @@ class SpanReader {
   // `random` is (seed, items of the tensor before this one); bf16 states need it.
   void read_random(py::handle random) {
     if (!random.is_none()) {
-      std::tie(span_.seed, span_.offset) = random.cast<std::pair<std::uint64_t, std::uint64_t>>();
+      using Pair = std::pair<std::uint64_t, std::uint64_t>;
+      std::tie(span_.seed, span_.offset) =
+          value_of<Pair>(call_.where, "random", random, "(seed, offset), both from 0 to 2^64 - 1");
     }
     require(!random.is_none() || states_ == 0 || span_.state_dtype == DType::kFloat32, call_.where,
             ": random is None with bfloat16 states, expected (seed, offset)");
@@ -163,9 +180,11 @@ class SpanReader {
         require_same_layout(to, param_);
         if (to.tensor.scalar_type() != old.tensor.scalar_type())
           to.refuse(to.tensor.scalar_type(), "the dtype of the old values");
+        call_.reads.push_back(ranges_.back());
         ranges_.push_back(range_of(to));
       }
     }
+    call_.writes.push_back(ranges_.back());
     call_.written.push_back(to.tensor);
     return to;
   }
@@ -187,7 +206,7 @@ inline void read(CallTensors& call, const py::tuple& update, py::handle out, Ada
   require(update.size() == 8 || update.size() == 9, call.where, ": an update has ", update.size(),
           " items, expected 8 or 9");
   SpanReader reader(call, span, out);
-  span.hyper = update[0].cast<const AdamHyper&>();
+  span.hyper = value_of<AdamHyper>(call.where, "hyper", update[0], "an AdamHyper");
   span.step = next_step(call.where, update[1], call.counters);
   reader.read_grad_and_param(update[2], update[3]);
   reader.read_state("exp_avg", update[4], span.exp_avg_in, span.exp_avg_out);
@@ -207,8 +226,8 @@ inline void read(CallTensors& call, const py::tuple& update, py::handle out, Sgd
   require(update.size() == 6 || update.size() == 7, call.where, ": an update has ", update.size(),
           " items, expected 6 or 7");
   SpanReader reader(call, span, out);
-  span.hyper = update[0].cast<const SgdHyper&>();
-  span.first = update[1].cast<bool>();
+  span.hyper = value_of<SgdHyper>(call.where, "hyper", update[0], "an SgdHyper");
+  span.first = value_of<bool>(call.where, "first", update[1], "True or False");
   reader.read_grad_and_param(update[2], update[3]);
   if (span.hyper.momentum != 0) {
     reader.read_state("momentum_buffer", update[4], span.momentum_in, span.momentum_out);
@@ -225,7 +244,7 @@ inline void read(CallTensors& call, const py::tuple& update, py::handle out, Lio
   require(update.size() == 6 || update.size() == 7, call.where, ": an update has ", update.size(),
           " items, expected 6 or 7");
   SpanReader reader(call, span, out);
-  span.hyper = update[0].cast<const LionHyper&>();
+  span.hyper = value_of<LionHyper>(call.where, "hyper", update[0], "a LionHyper");
   span.step = next_step(call.where, update[1], call.counters);
   reader.read_grad_and_param(update[2], update[3]);
   reader.read_state("exp_avg", update[4], span.exp_avg_in, span.exp_avg_out);

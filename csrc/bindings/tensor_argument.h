@@ -44,7 +44,24 @@ inline Argument unpack(const char* where, const char* name, py::handle object) {
   if (tensor.unsafeGetTensorImpl()->is_python_dispatch()) {
     argument.refuse("a wrapper without memory of its own", "a plain tensor");
   }
+  if (tensor.is_neg() || tensor.is_conj()) {
+    argument.refuse("a view whose memory holds negated or conjugated values",
+                    "its own values; call resolve_neg() or resolve_conj()");
+  }
   return argument;
+}
+
+// An argument that is no tensor.
+template <typename T>
+T value_of(const char* where, const char* name, py::handle object, const char* wanted) {
+  if (!object.is_none()) {
+    try {
+      return object.cast<T>();
+    } catch (const py::cast_error&) {  // said below
+    }
+  }
+  throw std::invalid_argument(concat(where, ": ", name, " is ",
+                                     py::repr(object).cast<std::string>(), ", expected ", wanted));
 }
 
 inline DType dtype_of(const Argument& argument) {

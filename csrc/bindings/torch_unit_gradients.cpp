@@ -39,7 +39,7 @@ bool is_landed_held(const TorchParameter& parameter) {
 
 at::Tensor exclusive_gradient(const at::Tensor& parameter, const at::Tensor& gradient) {
   if (owns_its_storage(gradient) && gradient.strides() == parameter.strides() &&
-      !stands_in_a_block(gradient.storage()))
+      !gradient.is_neg() && !stands_in_a_block(gradient.storage()))
     return gradient;
   at::Tensor copy = at::empty_strided(parameter.sizes(), parameter.strides(), gradient.options());
   copy.copy_(gradient.detach());

@@ -305,6 +305,23 @@ def test_a_flat_gradient_buffer_is_refused_in_words(kind, when):
     trained.unwrap()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_whose_memory_holds_the_negated_values_have_their_sign(kind):
+    def loop(model, optimizer, step, negate):
+        loss = model(*batch(step))
+        loss.backward()
+        for p in model.parameters():
+            p.grad = negate(p.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    expected = train(wrap=None, steps=3, loop=partial(loop, negate=torch.neg))
+    lazily = partial(loop, negate=lambda grad: torch._neg_view(grad.clone()))
+    wrapped = {"plan": partial(forced_plan, kinds=kind)}
+    assert_bit_equal(train(wrap=wrapped, steps=3, loop=lazily), expected)
+
+
 class Joined(nn.Module):
     """Gradients that autograd cuts out of one tensor, and spreads out of one number."""
 

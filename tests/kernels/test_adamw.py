@@ -418,6 +418,10 @@ def test_a_bad_tensor_is_named_with_what_it_is_and_what_it_should_be() -> None:
         ("grad is Sparse, expected a dense", {"grad": torch.zeros(12).to_sparse()}),
         ("grad is .*list.*, expected a tensor", {"grad": [1.0]}),
         ("overlaps", {"exp_avg": shared[:12], "exp_avg_sq": shared[8:]}),
+        ("grad is a view whose memory", {"grad": torch._neg_view(torch.zeros(12))}),
+        ("exp_avg is a view whose memory", {"exp_avg": torch._neg_view(torch.zeros(12))}),
+        ("step is 'x', expected a number", {"step": "x"}),
+        ("step is None, expected a number", {"step": None}),
         (r"step is \[3\], expected one number", {"step": torch.zeros(3)}),
         ("step is 0, expected the number of this update", {"step": 0.0}),
         ("step is inf, expected the number of this update", {"step": float("inf")}),
@@ -425,6 +429,17 @@ def test_a_bad_tensor_is_named_with_what_it_is_and_what_it_should_be() -> None:
     for message, changes in cases:
         with pytest.raises(ValueError, match=message):
             attempt(**changes)
+    good = update(random_state(12), random_grad(12))
+    for message, changed in [
+        ("hyper is None, expected an AdamHyper", (None, *good[1:])),
+        ("hyper is .*SgdHyper.*, expected an AdamHyper", (_C.SgdHyper(lr=0.1), *good[1:])),
+        (r"random is \(-1, 0\), expected \(seed, offset\), both", (*good, (-1, 0))),
+        ("updates holds 5, expected tuples", 5),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            _C.adamw_(_C.Workers(1), [changed])
+    with pytest.raises(ValueError, match="out holds 5, expected tuples"):
+        _C.adamw_(_C.Workers(1), [good], out=[5])
     same = random_state(12)
     other = {**random_state(12), "param": same["param"]}
     with pytest.raises(ValueError, match="param overlaps the param of another update"):
@@ -467,7 +482,13 @@ def test_a_bad_destination_is_named_and_nothing_is_written() -> None:
         attempt((shared[:12], shared[8:], one))
     with pytest.raises(ValueError, match="overlaps"):
         attempt((one, state["exp_avg_sq"], two))  # an old value that is still to be read
+    second = random_state(12)
+    updates = [update(each, random_grad(12)) for each in (state, second)]
+    new = [torch.zeros(12) for _ in range(5)]
+    with pytest.raises(ValueError, match="exp_avg overlaps the param of another update"):
+        _C.adamw_(_C.Workers(1), updates, out=[(second["exp_avg"], *new[:2]), tuple(new[2:])])
     assert same_bits(state, random_state(12))
+    assert same_bits(second, random_state(12))
 
 
 @pytest.mark.parametrize("num_workers", [1, 4])
