@@ -118,6 +118,8 @@ void validate(const Budgets& budgets) {
 void validate(const Profile& profile, const Plan& plan) {
   require(plan.units.size() == profile.units.size(), "plan: it has ", plan.units.size(),
           " units, expected ", profile.units.size(), " as in the profile; plan again");
+  require(std::isfinite(plan.step_seconds) && plan.step_seconds >= 0, "plan: step_seconds is ",
+          plan.step_seconds, ", expected finite seconds >= 0; plan again");
   require(plan.window >= 1 && plan.window <= 1024, "plan: window is ", plan.window,
           ", expected 1 .. 1024");
   require(plan.chunk_bytes >= 1, "plan: chunk_bytes is 0, expected at least 1");
