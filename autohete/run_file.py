@@ -74,8 +74,7 @@ def load_run(path: str | os.PathLike[str]) -> RunReport:
 
 def _report_from(document: dict[str, Any], where: str) -> RunReport:
     profile, plan = document["profile"], document["plan"]
-    figures = document["figures"]
-    known = {f.name for f in fields(RunReport)} - {"details"}
+    figures = _figures_from(document["figures"])
     details = RunDetails(
         unit_names=[str(name) for name in document["unit_names"]],
         plan=None if plan is None else profile_file.plan_from_dict(plan, f"{where}: plan"),
@@ -89,4 +88,25 @@ def _report_from(document: dict[str, Any], where: str) -> RunReport:
         samples=[(float(s[0]), int(s[1]), int(s[2])) for s in document["samples"]],
         passes=int(document["passes"]),
     )
-    return RunReport(**{name: figures[name] for name in known}, details=details)
+    return RunReport(**figures, details=details)
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (float, int),
+    "str": (str,),
+    "None": (type(None),),
+}
+
+
+def _figures_from(figures: dict[str, Any]) -> dict[str, Any]:
+    """The report's fields, each of the type that it is declared with."""
+    found = {}
+    for field in fields(RunReport):
+        if field.name == "details":
+            continue
+        value, declared = figures[field.name], str(field.type)
+        if type(value) not in [kind for name in declared.split(" | ") for kind in _KINDS[name]]:
+            raise TypeError(f"figures.{field.name} is {value!r}, expected {declared}")
+        found[field.name] = value
+    return found

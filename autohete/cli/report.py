@@ -82,13 +82,15 @@ def _of_model(
     model: str, gpu: str, batch: int, seq: int, device: int | None, host: int | None
 ) -> Content:
     from autohete.planning import plan_for
+    from autohete.planning.named_model import built_once
     from autohete.planning.sweep import sweep_batch, sweep_gpu_mem
     from autohete.report.content import content_of_plan_report
 
     budgets = {"gpu_mem": device, "cpu_mem": host}
-    content = content_of_plan_report(plan_for(model, gpu, batch, seq, **budgets))
-    content.batches = sweep_batch(model, gpu, seq, **budgets)
-    content.budgets = sweep_gpu_mem(model, gpu, batch, seq, **budgets)
+    built = built_once(model)
+    content = content_of_plan_report(plan_for(built, gpu, batch, seq, **budgets))
+    content.batches = sweep_batch(built, gpu, seq, **budgets)
+    content.budgets = sweep_gpu_mem(built, gpu, batch, seq, **budgets)
     return content
 
 

@@ -43,11 +43,12 @@ class KnownMachine(click.ParamType[Any]):
     name = "name"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        from autohete.planning.library import MACHINES
+        from autohete.planning.library import MACHINES, known_name
 
-        if value not in MACHINES:
+        try:
+            return known_name(value)
+        except ValueError:
             self.fail(f"{value!r} is not known, expected one of {', '.join(MACHINES)}", param, ctx)
-        return str(value)
 
 
 class KnownStrategy(click.ParamType[Any]):
@@ -71,7 +72,7 @@ class Model(click.ParamType[Any]):
     name = "model"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        from autohete.planning.plan_report import PRESETS
+        from autohete.planning.named_model import PRESETS
 
         if value in PRESETS or Path(value).is_file():
             return str(value)

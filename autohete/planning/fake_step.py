@@ -23,7 +23,10 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
+from autohete.planning.grouped_mm import grouped_mm_flops, grouped_mm_out
 from autohete.units import Unit
+
+_GROUPED_MM = torch.ops.aten._grouped_mm.default
 
 
 @dataclass
@@ -142,7 +145,9 @@ class StepRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.prim.device.default:  # most of all calls, and there is nothing to book
+            return args[0].fake_device
+        out = _run(func, args, kwargs or {})
         note = self._note()
         produced = _tensors(out)
         fresh = [t for t in produced if self._track(t)]
@@ -175,7 +180,15 @@ class StepRecorder(TorchDispatchMode):
         self._live_bytes -= self._live.pop(key, 0)
 
 
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func is _GROUPED_MM and args[0].dtype is not torch.bfloat16:
+        return grouped_mm_out(*args, **kwargs)
+    return func(*args, **kwargs)
+
+
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    if func is _GROUPED_MM:
+        return grouped_mm_flops(*args)
     name = func._overloadpacket.__name__
     if name == "_scaled_dot_product_flash_attention_for_cpu":  # not in torch's registry
         shapes = (tensor.shape for tensor in args[:3])

@@ -209,6 +209,21 @@ MACHINES = {
 }
 
 
+def known_name(name: str) -> str:
+    """Return the name of a machine in `MACHINES`, however it is written.
+
+    >>> known_name("A100-40"), known_name("RTX 4090"), known_name("v100_32")
+    ('a100-40', 'rtx4090', 'v100-32')
+
+    Raises:
+        ValueError: it is not known.
+    """
+    plain = str(name).lower().replace(" ", "").replace("_", "-")
+    if plain not in MACHINES:
+        raise ValueError(f"gpu is {name!r}, expected one of {', '.join(MACHINES)}")
+    return plain
+
+
 def find_machine(name: str, *, pcie: int | None = None, **overrides: float) -> Machine:
     """Return a known machine, with fields replaced.
 
@@ -219,8 +234,7 @@ def find_machine(name: str, *, pcie: int | None = None, **overrides: float) -> M
     >>> find_machine("a100-40", cpu_params_per_second=2.5e9).cpu_params_per_second
     2500000000.0
     """
-    if name not in MACHINES:
-        raise ValueError(f"gpu is {name!r}, expected one of {', '.join(MACHINES)}")
+    name = known_name(name)
     known = {f.name for f in fields(Machine)} - {"name", "sources"}
     unknown = set(overrides) - known
     if unknown:

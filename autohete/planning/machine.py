@@ -8,8 +8,9 @@ beside them. Everything is kept per machine; a first run takes some seconds.
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -234,9 +235,16 @@ def _read(path: Path) -> dict[str, Any] | None:
             return None
         report: dict[str, Any] = kept["report"]
         str(MachineReport("", 1, 0, 0, **report))
+        if not all(math.isfinite(figure) and figure >= 0 for figure in _figures(report)):
+            return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return report
+
+
+def _figures(report: dict[str, Any]) -> Iterator[float]:
+    for value in report.values():
+        yield from value.values() if isinstance(value, dict) else (value,)
 
 
 def _write(path: Path, report: dict[str, Any]) -> None:

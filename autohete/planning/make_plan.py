@@ -9,6 +9,7 @@ from autohete.planning.strategies import STRATEGIES, plan_strategy
 
 Size = int | float | str
 _UNLIMITED = 2**53
+_LARGEST_WINDOW = 1024
 
 
 def make_plan(
@@ -41,8 +42,10 @@ def make_plan(
         InfeasibleError: nothing fits; it carries the smallest sizes that would.
         ValueError: an argument or a field of the profile is out of range.
     """
+    require_profile("make_plan", profile)
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy is {strategy!r}, expected one of {', '.join(STRATEGIES)}")
+    _check_window(window)
     budgets = _C.Budgets(
         parse_bytes(gpu_mem, "gpu_mem"),
         _UNLIMITED if cpu_mem is None else parse_bytes(cpu_mem, "cpu_mem"),
@@ -56,5 +59,23 @@ def make_plan(
 
 def minimum_gpu_mem(profile: _C.Profile, cpu_mem: Size | None = None, *, window: int = 2) -> int:
     """Return the smallest `gpu_mem` in bytes for which make_plan() finds a plan; 0 for none."""
+    require_profile("minimum_gpu_mem", profile)
+    _check_window(window)
     host = _UNLIMITED if cpu_mem is None else parse_bytes(cpu_mem, "cpu_mem")
     return _C.minimum_device_bytes(profile, host, _C.PlannerOptions(window=window))
+
+
+def require_profile(where: str, profile: object) -> None:
+    """Raise a ValueError for what is no Profile, such as the pair that load_profile() returns."""
+    if not isinstance(profile, _C.Profile):
+        raise ValueError(
+            f"{where}: profile is a {type(profile).__name__}, expected a Profile; load_profile() "
+            "returns one and its plan"
+        )
+
+
+def _check_window(window: object) -> None:
+    if type(window) is not int or not 1 <= window <= _LARGEST_WINDOW:
+        raise ValueError(
+            f"window is {window!r}, expected a whole number from 1 to {_LARGEST_WINDOW}"
+        )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autohete.planning.built_model import BuiltModel, build_model
 from autohete.planning.fake_step import StepRecorder, UnitNote, tensor_bytes
 from autohete.planning.gpt2_shape import GPT2Shape
 from autohete.planning.long_models import LAYERS_RUN, agree, lengthened, shortened
@@ -114,8 +115,9 @@ def describe_model(
     """Return units, bytes and FLOPs of one training step of a causal language model.
 
     Args:
-        model: a Hugging Face configuration, or a module called as model(input_ids=, labels=) or as
-            model(input_ids) (its output is then summed). A module's own tensors are not touched.
+        model: a Hugging Face configuration, what build_model() made of one, or a module called as
+            model(input_ids=, labels=) or as model(input_ids) (its output is then summed). A
+            module's own tensors are not touched.
         precision: "fp32"; "bf16" / "fp16" with fp32 masters; or "autocast": fp32 parameters,
             computed in bf16, where each layer's half copy is kept until its backward.
         layers: as for find_units().
@@ -124,19 +126,22 @@ def describe_model(
         ValueError: an argument out of range, or the model cannot run on fake tensors.
     """
     _check(batch, seq, precision)
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    if isinstance(model, nn.Module):
+        model = BuiltModel(model, type(model).__name__, of_configuration=False)
+    elif not isinstance(model, BuiltModel):
+        model = build_model(model)
+    with model.mode:
         dtype = _PRECISIONS[precision][0]
-        live = isinstance(model, nn.Module)
-        whole = model if live else _built_to_train(model)
+        whole = model.module
         ids = torch.zeros(batch, seq, dtype=torch.long)
         try:
-            short = None if live else _describe_long(whole, dtype, ids, precision, layers)
+            short = None
+            if model.of_configuration:
+                short = _describe_long(model, dtype, ids, precision, layers)
             return short or _describe_step(_fake_copy(whole, dtype).train(), ids, precision, layers)
         except Exception as error:
             raise ValueError(
-                f"describe_model: {type(model).__name__} does not run on fake tensors with "
+                f"describe_model: {model.kind} does not run on fake tensors with "
                 f"batch {batch} and seq {seq} ({type(error).__name__}: {error}); profile it on a "
                 "device instead"
             ) from error
@@ -225,70 +230,32 @@ def _alike(units: list[UnitDescription]) -> list[UnitDescription]:
 
 
 def _describe_long(
-    whole: nn.Module, dtype: torch.dtype, ids: torch.Tensor, precision: str, layers: Layers
+    model: BuiltModel, dtype: torch.dtype, ids: torch.Tensor, precision: str, layers: Layers
 ) -> ModelDescription | None:
     """Describe a long model by its first layers; None where only all of them will do.
 
-    Each run has a copy of its own: models keep things from their first call on.
+    Each run has a copy of its own: models keep things from their first call on. Whether fewer
+    layers say the same is asked at the first batch.
     """
-    units = find_units(whole, layers)
+    units = find_units(model.module, layers)
     found = []
-    for stay in (LAYERS_RUN, LAYERS_RUN // 2):
-        with shortened(whole, units, stay) as is_long:
+    but_for_the_batch = (precision, ids.shape[1], layers)
+    lengths = (LAYERS_RUN, LAYERS_RUN // 2)
+    for stay in lengths[: 1 if but_for_the_batch in model.agreed else 2]:
+        with shortened(model.module, units, stay) as is_long:
             if not is_long:
                 return None
-            copied = _fake_copy(whole, dtype).train()
+            copied = _fake_copy(model.module, dtype).train()
         try:
             found.append(_run_step(copied, ids, precision, layers))
         except Exception:  # it counts on all its layers
             return None
-    (described, outside), (fewer, less_outside) = found
+    (described, outside), (fewer, less_outside) = found[0], found[-1]
     everything = lengthened(units, described)
     if everything is None or outside != less_outside or not agree(described, fewer):
         return None
+    model.agreed.append(but_for_the_batch)
     return _put_together(everything, outside, ids, precision)
-
-
-def _built_to_train(config: Any) -> Any:
-    """The model of a configuration, with fake parameters inside a FakeTensorMode."""
-    try:
-        built = _built(config)
-    except ImportError as error:
-        raise RuntimeError(
-            "planning from a configuration needs transformers; pip install transformers"
-        ) from error
-    built.config.use_cache = False
-    if getattr(built, "loss_type", "") is None:  # else transformers warns, and takes this one
-        built.loss_type = "ForCausalLM"
-    return built
-
-
-def _built(config: Any) -> Any:
-    """The language model of a configuration; of an encoder and a decoder both."""
-    from transformers import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-        AutoModelForCausalLM,
-        AutoModelForSeq2SeqLM,
-    )
-
-    kinds: list[tuple[Any, Any]] = [(MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM)]
-    both = (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, AutoModelForSeq2SeqLM)
-    kinds.insert(0 if getattr(config, "is_encoder_decoder", False) else 1, both)
-    makers = [maker for mapping, maker in kinds if type(config) in mapping]
-    if not makers:
-        raise ValueError(
-            f"describe_model: the model is a {type(config).__name__}, expected the configuration "
-            "of a language model (input_ids in, labels in); give the module itself"
-        )
-    try:
-        return makers[0].from_config(config)
-    except Exception as error:  # whatever a model's code does with numbers that do not fit
-        raise ValueError(
-            f"describe_model: no model can be made of this {type(config).__name__} "
-            f"({type(error).__name__}: {' '.join(str(error).split())}), expected numbers that fit "
-            "each other; correct them"
-        ) from error
 
 
 def _fake_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -25,7 +25,7 @@ from autohete.planning.cluster import Cluster, profile_of_rank
 from autohete.planning.gpt2_shape import GPT2Shape
 from autohete.planning.library import Machine, find_machine, profile_on
 from autohete.planning.model_profile import ModelDescription, describe_gpt2
-from autohete.planning.plan_report import PRESETS
+from autohete.planning.named_model import PRESETS
 from autohete.planning.solve import solve
 from autohete.planning.strategies import plan_strategy
 

@@ -4,36 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from autohete import _C
 from autohete.planning.cluster import Cluster, ScalePoint, scale
-from autohete.planning.gpt2_shape import GPT2Shape
 from autohete.planning.library import Machine, find_machine, profile_on
 from autohete.planning.make_plan import Size, make_plan, minimum_gpu_mem
-from autohete.planning.model_profile import ModelDescription, describe_gpt2, describe_model
+from autohete.planning.model_profile import ModelDescription
+from autohete.planning.named_model import built_once, describe, name_of
 from autohete.planning.profile_file import plan_to_dict
 from autohete.planning.sizes import format_bytes, parse_bytes
 from autohete.planning.table import PlanRow, format_plan, plan_rows
-
-# (layers, width, heads). The sizes in billions are GPT-2 shapes: 4096 wide as in the paper, whose
-# 4B has 21 layers; 7b and 13b are the usual 32 x 4096 and 40 x 5120.
-PRESETS = {
-    "gpt2": (12, 768, 12),
-    "gpt2-medium": (24, 1024, 16),
-    "gpt2-large": (36, 1280, 20),
-    "gpt2-xl": (48, 1600, 25),
-    "2b": (10, 4096, 32),
-    "4b": (21, 4096, 32),
-    "6b": (30, 4096, 32),
-    "7b": (32, 4096, 32),
-    "10b": (50, 4096, 32),
-    "13b": (40, 5120, 40),
-    "18b": (90, 4096, 32),
-    "22b": (110, 4096, 32),
-}
-_MAX_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -139,63 +120,6 @@ def reason_of(row: PlanRow, profile: _C.Profile) -> str:
     return f"{row.names}: " + ("; ".join(parts) or "stays whole on the device, there is room")
 
 
-def load_model_config(path: Path) -> Any:
-    """Return the configuration in a Hugging Face config.json.
-
-    Raises:
-        ValueError: there is none.
-    """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        kind = data.pop("model_type")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(
-            f"model is {str(path)!r}, which is no Hugging Face config.json with a model_type; give "
-            f"one, or one of {', '.join(PRESETS)}"
-        ) from None
-    from transformers import CONFIG_MAPPING
-
-    if kind not in CONFIG_MAPPING:
-        raise ValueError(
-            f"model is {str(path)!r}, whose model_type is {kind!r}, expected one that the "
-            "installed transformers knows; upgrade transformers, or plan from the model itself"
-        )
-    try:
-        config = CONFIG_MAPPING[kind](**data)
-    except Exception as error:  # transformers' checks have errors of many kinds
-        raise ValueError(
-            f"model is {str(path)!r}, which transformers refuses "
-            f"({' '.join(str(error).split())}), expected values that make a {kind}; correct them"
-        ) from error
-    layers = getattr(config, "num_hidden_layers", 0)
-    if isinstance(layers, int) and not 0 <= layers <= _MAX_LAYERS:
-        raise ValueError(
-            f"model is {str(path)!r} with {layers} layers, expected at least 0 and at most "
-            f"{_MAX_LAYERS}"
-        )
-    return config
-
-
-def describe_named(model: str, batch: int, seq: int, precision: str) -> ModelDescription:
-    """Describe a preset or a config.json."""
-    if model in PRESETS:
-        layers, width, heads = PRESETS[model]
-        if precision != "autocast":  # which the meta device has not got
-            return describe_gpt2(
-                GPT2Shape(2, width, heads, seq), batch, seq, precision
-            ).with_layers(layers)
-        from transformers import GPT2Config
-
-        config = GPT2Config(n_layer=2, n_embd=width, n_head=heads, n_positions=seq)
-        return describe_model(config, batch, seq, precision).with_layers(layers)
-    path = Path(model)
-    if not path.is_file():
-        raise ValueError(
-            f"model is {model!r}, expected a config.json or one of {', '.join(PRESETS)}"
-        )
-    return describe_model(load_model_config(path), batch, seq, precision)
-
-
 def plan_for(
     model: str | Any,
     gpu: str | Machine,
@@ -214,7 +138,8 @@ def plan_for(
     """Plan a model for a machine one need not have.
 
     Args:
-        model: a name of `PRESETS`, the path of a config.json, a configuration or a module.
+        model: a name of `PRESETS`, the path of a config.json, a configuration or a module; or one
+            of these through built_once(), to ask several times.
         gpu: a name of `MACHINES`, or a Machine.
         gpu_mem: device bytes to use; None for all but context and slack.
         suggest: also plan with more of each resource, to say what would help.
@@ -224,13 +149,13 @@ def plan_for(
         InfeasibleError: it does not fit; with `suggest` it names a batch that would.
     """
     machine = find_machine(gpu, **overrides) if isinstance(gpu, str) else gpu
-    name = model if isinstance(model, str) else type(model).__name__
-    description = _describe(model, batch, seq, precision)
+    model = built_once(model)
+    description = describe(model, batch, seq, precision)
     profile = profile_on(description, machine, gradient_accumulation_steps)
     device = machine.usable_bytes if gpu_mem is None else parse_bytes(gpu_mem, "gpu_mem")
     host = machine.host_bytes if cpu_mem is None else parse_bytes(cpu_mem, "cpu_mem")
     wanted = PlanReport(
-        name, description, machine, profile, _C.Plan(), device, host, strategy, gated
+        name_of(model), description, machine, profile, _C.Plan(), device, host, strategy, gated
     )
     try:
         report = plan_report(wanted)
@@ -262,7 +187,7 @@ def scale_for(
         gpu: each device and its machine's host; what of the host is per device, they share.
     """
     machine = find_machine(gpu, **overrides) if isinstance(gpu, str) else gpu
-    profile = profile_on(_describe(model, batch, seq, precision), machine)
+    profile = profile_on(describe(model, batch, seq, precision), machine)
     device = machine.usable_bytes if gpu_mem is None else gpu_mem
     host = machine.host_bytes if cpu_mem is None else cpu_mem
     return scale(profile, cluster, device, host, strategy=strategy, gated=gated)
@@ -305,7 +230,7 @@ def _what_helps(report: PlanReport, model: str | Any) -> dict[str, float]:
 
 
 def _with_batch(report: PlanReport, model: str | Any, batch: int) -> PlanReport:
-    description = _describe(model, batch, report.description.seq, report.description.precision)
+    description = describe(model, batch, report.description.seq, report.description.precision)
     repeats = report.profile.gradient_accumulation_steps
     profile = profile_on(description, report.machine, repeats)
     return replace(report, description=description, profile=profile)
@@ -329,12 +254,6 @@ def _with_batch_that_fits(
     found = _C.InfeasibleError(text)
     vars(found).update(vars(error))
     return found
-
-
-def _describe(model: str | Any, batch: int, seq: int, precision: str) -> ModelDescription:
-    if isinstance(model, str):
-        return describe_named(model, batch, seq, precision)
-    return describe_model(model, batch, seq, precision)
 
 
 def _with_hardware(profile: _C.Profile, hardware: _C.HardwareProfile) -> _C.Profile:

@@ -17,6 +17,7 @@ from autohete import _C
 FORMAT = "autohete-profile"
 VERSION = 1
 DEFAULT_NAME = "autohete_profile.json"
+_MOST_BYTES = 256 << 20  # four times what 100,000 units take
 
 _UNIT_FIELDS: dict[str, type] = {
     "name": str,
@@ -184,7 +185,14 @@ def load_profile(path: str | os.PathLike[str]) -> tuple[_C.Profile, _C.Plan | No
         ValueError: it is not such a file, from another version, or damaged; says where.
     """
     where = os.fspath(path)
-    document = _parse(Path(path).read_bytes(), where)
+    with Path(path).open("rb") as file:  # what never ends, such as /dev/zero, is none
+        raw = file.read(_MOST_BYTES + 1)
+    if len(raw) > _MOST_BYTES:
+        raise ValueError(
+            f"{where} has more than {_MOST_BYTES} bytes, expected an autohete profile; make one "
+            "with make_plan() or `autohete profile`"
+        )
+    document = _parse(raw, where)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ValueError(
             f"{where} is not an autohete profile (no format {FORMAT!r}); "
@@ -293,7 +301,7 @@ def _run_from_dict(data: Any, first: int, where: str) -> list[_C.UnitPlan]:
     unit = _C.UnitPlan()
     for field in _UNIT_PLAN_FIELDS:
         names = _RULES if field == "activations" else _TIERS
-        if data[field] not in names:
+        if not isinstance(data[field], str) or data[field] not in names:
             raise ValueError(
                 f"{where}.{field} is {data[field]!r}, expected one of {', '.join(names)}"
             )

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from autohete import _C
+from autohete.planning.make_plan import require_profile
 from autohete.planning.profile_file import write_atomically
 
 ABLATIONS = ("fifo", "barrier", "aggregation")
@@ -40,6 +41,11 @@ def simulate(
             512 KiB, each with the link's latency, instead of a unit's bytes in large chunks.
         keep_spans: record every span (see write_trace()).
     """
+    require_profile("simulate", profile)
+    if not isinstance(plan, _C.Plan):
+        raise ValueError(
+            f"simulate: plan is a {type(plan).__name__}, expected a Plan; make_plan() makes one"
+        )
     unknown = set(without) - set(ABLATIONS)
     if unknown:
         raise ValueError(f"without is {sorted(unknown)}, expected of {', '.join(ABLATIONS)}")

@@ -41,7 +41,7 @@ def solve(
     """
     if solver not in ("auto", "glpk", "enumeration"):
         raise ValueError(f"solver is {solver!r}, expected 'auto', 'glpk' or 'enumeration'")
-    if not 0 < seconds <= 86400:
+    if not isinstance(seconds, (int, float)) or not 0 < seconds <= 86400:
         raise ValueError(f"seconds is {seconds!r}, expected above 0 and at most 86400")
     glpk = None if solver == "enumeration" else load_glpk()
     if glpk is None and solver == "glpk":

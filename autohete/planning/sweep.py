@@ -7,6 +7,7 @@ from typing import Any
 
 from autohete import _C
 from autohete.planning.make_plan import Size, minimum_gpu_mem
+from autohete.planning.named_model import built_once
 from autohete.planning.plan_report import PlanReport, plan_for, plan_report
 from autohete.planning.sizes import format_bytes
 
@@ -48,6 +49,7 @@ class SweepPoint:
 def sweep_batch(model: str | Any, gpu: str, seq: int, **choices: Any) -> list[SweepPoint]:
     """Plan for growing batches, up to the first that does not fit; see plan_for()."""
     points = []
+    model = built_once(model)
     for batch in BATCHES:
         try:
             report = plan_for(model, gpu, batch, seq, suggest=False, **choices)

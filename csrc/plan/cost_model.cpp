@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <functional>
+#include <iterator>
+#include <numeric>
 #include <vector>
 
 #include "csrc/base/check.h"
@@ -93,6 +95,26 @@ std::size_t always_on_device(const Profile& profile, const Plan& plan) {
   return sum + sum_of_largest(std::move(offloaded), static_cast<std::size_t>(plan.window));
 }
 
+// Of the uploads before every visit, those that the window spares: what it holds where the walk
+// turns is there already. From forward to backward these are the last units, from backward to
+// forward the first; at a step's end what was updated goes up anew, and others may have stayed.
+double spared_upload_seconds(const Profile& profile, const Plan& plan) {
+  std::vector<double> uploads, not_updated;
+  for (std::size_t i = 0; i < plan.units.size(); ++i) {
+    if (plan.units[i].parameters == Tier::kDevice) continue;
+    uploads.push_back(unit_seconds(profile.units[i], profile).upload);
+    if (profile.units[i].grad_bytes == 0) not_updated.push_back(uploads.back());
+  }
+  std::sort(not_updated.begin(), not_updated.end(), std::greater<>());
+  const auto window = static_cast<std::ptrdiff_t>(plan.window);
+  const auto held = std::min(std::ssize(uploads), window);
+  const auto stayed = std::min(std::ssize(not_updated), window);
+  const double repeats = profile.gradient_accumulation_steps;
+  return repeats * std::accumulate(uploads.end() - held, uploads.end(), 0.0) +
+         (repeats - 1) * std::accumulate(uploads.begin(), uploads.begin() + held, 0.0) +
+         std::accumulate(not_updated.begin(), not_updated.begin() + stayed, 0.0);
+}
+
 }  // namespace
 
 std::vector<DeviceVisit> device_visits(const Profile& profile, const Plan& plan) {
@@ -169,6 +191,7 @@ LaneSeconds lane_seconds(const Profile& profile, const Plan& plan) {
     lanes.d2h += repeats * unit.download;
     lanes.h2d += placed.parameters == Tier::kHost ? 2 * repeats * unit.upload : unit.upload_update;
   }
+  lanes.h2d -= spared_upload_seconds(profile, plan);
   return lanes;
 }
 

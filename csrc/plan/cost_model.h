@@ -40,7 +40,8 @@ std::size_t largest_visit(const std::vector<DeviceVisit>& visits);
 // state and parameters where updates are speculated, fixed_host_bytes.
 std::size_t host_bytes(const Profile& profile, const Plan& plan);
 
-// Seconds of work per step on each lane, waits not included.
+// Seconds of work per step on each lane, waits not included: what the window holds where the walk
+// turns is not uploaded again. Never more than a simulated step, but for rounding.
 struct LaneSeconds {
   double compute = 0, h2d = 0, d2h = 0, cpu = 0, exchange = 0, gather = 0;
 };

@@ -10,6 +10,14 @@ namespace autohete {
 namespace {
 
 constexpr double kWorthwhile = 1 - 1e-6;  // shorter by less than this is a tie
+constexpr double kMostVisits = 1e7;  // simulated in all: some seconds, which nothing interrupts
+
+// Simulations of a walk so long; the solver's own plans at least.
+int affordable(const Profile& profile, int steps, int wanted) {
+  const double visits =
+      2.0 * static_cast<double>(profile.units.size()) * profile.gradient_accumulation_steps * steps;
+  return std::min(wanted, std::max(3, static_cast<int>(kMostVisits / visits)));
+}
 
 // What gives way when a move no longer fits: recomputing in any segment, or what the largest
 // segment offloads.
@@ -26,7 +34,8 @@ class Climber {
       : profile_(profile),
         formulation_(formulation),
         options_(options),
-        limit_(options.max_simulations) {
+        most_(affordable(profile, policy_.steps, options.max_simulations)),
+        limit_(most_) {
     policy_.gated = options.gated;
     policy_.early_uploads = options.early_uploads;
     for (std::size_t g = 0; g < formulation.segments.size(); ++g) {
@@ -47,8 +56,8 @@ class Climber {
     const int largest = formulation_.segments[main_].count;
     for (int stride = std::max(1, largest / 8); stride >= 1; stride /= 2) {
       // Coarse moves may use half of what is left, so that fine ones get their turn.
-      const int left = options_.max_simulations - simulations_;
-      limit_ = stride > 1 ? simulations_ + left / 2 : options_.max_simulations;
+      const int left = most_ - simulations_;
+      limit_ = stride > 1 ? simulations_ + left / 2 : most_;
       while (!spent() && try_neighbours(stride)) {
       }
     }
@@ -169,12 +178,13 @@ class Climber {
   const Formulation& formulation_;
   const PlannerOptions& options_;
   SimulationPolicy policy_;
+  const int most_;        // simulations
   std::size_t main_ = 0;  // the longest segment
   std::set<std::vector<int>> tried_;
   Candidate best_;
   double best_seconds_ = std::numeric_limits<double>::infinity();
   int simulations_ = 0;
-  int limit_ = 0;  // of simulations, in the present stage
+  int limit_;  // of simulations, in the present stage
 };
 
 }  // namespace

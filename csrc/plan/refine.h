@@ -9,11 +9,12 @@
 namespace autohete {
 
 // Hill-climbs over the counts, and over where the offloaded parameters sit, with at most
-// options.max_simulations simulations; every plan it tries fits the formulation's budgets. Returns
-// the one with the shortest simulated step; of equal ones the first tried, so the solver's own plan
-// with trailing offload wins ties. Where everything fits on the device nothing leaves it: a gain
-// from updating on the host would rest on two measured rates alone. Not so of several ranks, whose
-// gather of what the device updated nothing hides. Deterministic.
+// options.max_simulations simulations, fewer of walks over very many units or micro-batches; every
+// plan it tries fits the formulation's budgets. Returns the one with the shortest simulated step;
+// of equal ones the first tried, so the solver's own plan with trailing offload wins ties. Where
+// everything fits on the device nothing leaves it: a gain from updating on the host would rest on
+// two measured rates alone. Not so of several ranks, whose gather of what the device updated
+// nothing hides. Deterministic.
 Plan refine(const Profile& profile, const Formulation& formulation,
             const std::vector<SegmentCounts>& counts, const PlannerOptions& options);
 

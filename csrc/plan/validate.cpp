@@ -1,5 +1,6 @@
 #include "csrc/plan/validate.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "csrc/base/check.h"
@@ -12,6 +13,8 @@ constexpr std::size_t kMaxUnits = 100000;
 constexpr double kMaxSeconds = 1e9;
 constexpr double kMinRate = 1e-6, kMaxRate = 1e18;  // all bytes in between take finite seconds
 constexpr int kMaxRanks = 1000000;
+constexpr int kMaxVisits = 500000;  // units times micro-batches: a simulation takes some seconds
+constexpr double kMinShare = 1e-9;  // of several at once too no work takes for ever
 
 void require_seconds(const std::string& where, const char* field, double value) {
   require(std::isfinite(value) && value >= 0 && value <= kMaxSeconds, where, ": ", field, " is ",
@@ -25,8 +28,8 @@ void require_rate(const char* where, const char* field, double value) {
 }
 
 void require_share(const char* where, const char* field, double value) {
-  require(value > 0 && value <= 1, where, ": ", field, " is ", value,
-          ", expected above 0 and at most 1");
+  require(value >= kMinShare && value <= 1, where, ": ", field, " is ", value,
+          ", expected above 0 and at most 1 (", kMinShare, " at least)");
 }
 
 void require_bytes(const std::string& where, const char* field, std::size_t value) {
@@ -106,8 +109,9 @@ void validate(const Profile& profile) {
   require_seconds("profile", "outside_seconds", profile.outside_seconds);
   require(profile.chunk_bytes >= 1, "profile: chunk_bytes is 0, expected at least 1");
   const int m = profile.gradient_accumulation_steps;
-  require(m >= 1 && m <= 1000000, "profile: gradient_accumulation_steps is ", m,
-          ", expected 1 .. 1000000");
+  const int most = std::max(1, kMaxVisits / static_cast<int>(profile.units.size()));
+  require(m >= 1 && m <= most, "profile: gradient_accumulation_steps is ", m, ", expected 1 .. ",
+          most, " with ", profile.units.size(), " units");
 }
 
 void validate(const Budgets& budgets) {
@@ -118,6 +122,8 @@ void validate(const Budgets& budgets) {
 void validate(const Profile& profile, const Plan& plan) {
   require(plan.units.size() == profile.units.size(), "plan: it has ", plan.units.size(),
           " units, expected ", profile.units.size(), " as in the profile; plan again");
+  require(std::isfinite(plan.step_seconds) && plan.step_seconds >= 0, "plan: step_seconds is ",
+          plan.step_seconds, ", expected finite seconds >= 0; plan again");
   require(plan.window >= 1 && plan.window <= 1024, "plan: window is ", plan.window,
           ", expected 1 .. 1024");
   require(plan.chunk_bytes >= 1, "plan: chunk_bytes is 0, expected at least 1");

@@ -193,6 +193,18 @@ def test_trace_of_a_run_without_one_says_how_to_get_it(run_file: Path, tmp_path:
         CliRunner().invoke(group, ["trace", str(path)], catch_exceptions=False)
 
 
+@pytest.mark.parametrize("value", ["x", None, [], {}, True])
+def test_a_run_with_a_figure_that_is_none_is_refused(
+    run_file: Path, tmp_path: Path, value: object
+) -> None:
+    document = json.loads(run_file.read_text())
+    document["figures"]["h2d_bytes"] = value
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=r"run\.json .*figures\.h2d_bytes is .*, expected int"):
+        CliRunner().invoke(group, ["report", str(path)], catch_exceptions=False)
+
+
 # ---------------------------------------------------------------- compare
 
 

@@ -20,7 +20,7 @@ from autohete.planning.gpt2_shape import GPT2Shape
 from autohete.planning.hardware import available_host_bytes
 from autohete.planning.library import find_machine
 from autohete.planning.model_profile import describe_gpt2, describe_model
-from autohete.planning.plan_report import load_model_config
+from autohete.planning.named_model import load_model_config
 from autohete.report.content import content_of_sweep
 from autohete.report.live import Live
 from autohete.report.pictures import save_picture
@@ -170,8 +170,26 @@ CASES = {
     "a window of none": Case(
         lambda f: make_plan(profile(), "4GiB", window=0),
         "window is 0",
-        "expected 1 .. 1024",
-        "1 .. 1024",
+        "a whole number from 1 to 1024",
+        "from 1 to 1024",
+    ),
+    "a plan for no profile": Case(
+        lambda f: make_plan((profile(), None), "4GiB"),
+        "profile is a tuple",
+        "expected a Profile",
+        "load_profile() returns one",
+    ),
+    "a simulation of no plan": Case(
+        lambda f: planning.simulate(profile(), None),
+        "plan is a NoneType",
+        "expected a Plan",
+        "make_plan() makes one",
+    ),
+    "a profile without end": Case(
+        lambda f: planning.load_profile("/dev/zero"),
+        "/dev/zero has more than",
+        "expected an autohete profile",
+        "make one with make_plan()",
     ),
     "no plan fits the device": Case(
         lambda f: make_plan(profile(), "1MiB"),
@@ -312,7 +330,7 @@ CASES = {
         lambda f: of_profile(chunk_bytes=0), "chunk_bytes is 0", "at least 1", "at least 1"
     ),
     "no passes": Case(
-        lambda f: of_profile(gradient_accumulation_steps=0), "is 0", "expected 1 .. 1000000", "1 .."
+        lambda f: of_profile(gradient_accumulation_steps=0), "is 0", "expected 1 ..", "1 .."
     ),
     "a plan of another model": Case(
         lambda f: of_plan(units=[]), "it has 0 units", "as in the profile", "plan again"

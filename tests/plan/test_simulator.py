@@ -367,7 +367,7 @@ def check_lower_bounds(
 ) -> None:
     step_seconds = simulation.step_seconds
     lanes = _C.lane_seconds(profile, plan)
-    for lane in ("compute", "cpu", "d2h"):  # uploads may be fewer: what the window still holds
+    for lane in ("compute", "cpu", "d2h", "h2d"):
         assert step_seconds >= lanes[lane] * (1 - 1e-9) - 1e-12, lane
     repeats = profile.gradient_accumulation_steps
     for unit, placed in zip(profile.units, plan.units, strict=False):

@@ -12,7 +12,7 @@ from autohete import _C
 from autohete.planning import make_plan
 from autohete.planning.cluster import Cluster, format_scale, numbers_up_to, profile_of_rank, scale
 from autohete.planning.library import find_machine, profile_on
-from autohete.planning.plan_report import describe_named
+from autohete.planning.named_model import describe_named
 
 SEVEN_B = "7b"
 

@@ -50,6 +50,18 @@ def test_a_damaged_report_is_measured_again(tmp_path: Path, text: str) -> None:
     assert machine._read(path) is None
 
 
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("figure", ["NaN", "-1.0", "Infinity", "null"])
+def test_a_report_with_a_figure_that_is_none_is_measured_again(tmp_path: Path, figure: str) -> None:
+    measured = measure_machine(cache_dir=tmp_path)
+    path = machine.cache_path("host device|report", tmp_path)
+    assert machine._read(path) is not None
+    text = path.read_text()
+    for kept in (measured.pin_seconds_per_gib, measured.h2d_by_size["4096"]):
+        path.write_text(text.replace(repr(kept), figure))
+        assert machine._read(path) is None
+
+
 @pytest.mark.parametrize(("cpus", "counts"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6])])
 def test_threads_double_up_to_all_cpus(cpus: int, counts: list[int]) -> None:
     assert machine._powers(cpus) == counts

@@ -155,7 +155,11 @@ def test_no_units_is_an_error() -> None:
         {"strategy": "magic"},
         {"solver": "magic"},
         {"window": 0},
+        {"window": "2"},
+        {"window": 2**40},
+        {"profile": None},
         {"seconds": 0},
+        {"seconds": "1"},
         {"seconds": float("nan")},
         {"gpu_mem": "5XB"},
         {"gpu_mem": float("nan")},
@@ -314,6 +318,25 @@ def test_control_c_ends_a_solve() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
     assert time.monotonic() - started < 600
+
+
+def test_micro_batches_without_end_are_refused() -> None:
+    """Each is simulated; nothing interrupts a simulation."""
+    profile = gpt()
+    profile.gradient_accumulation_steps = 10**6
+    with pytest.raises(
+        ValueError, match=r"accumulation_steps is 1000000, expected 1 \.\. \d+ with"
+    ):
+        planning.make_plan(profile, "1GiB")
+
+
+def test_a_share_next_to_none_is_refused() -> None:
+    profile = gpt()
+    hardware = profile.hardware
+    hardware.copy_share_during_cpu = hardware.h2d_share_during_d2h = 5e-324
+    profile.hardware = hardware
+    with pytest.raises(ValueError, match="h2d_share_during_d2h is 4.94"):
+        planning.make_plan(profile, planning.minimum_gpu_mem(gpt()))
 
 
 def test_without_glpk_the_built_in_search_plans(monkeypatch: pytest.MonkeyPatch) -> None:

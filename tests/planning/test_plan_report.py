@@ -97,6 +97,11 @@ def test_unknown_names_list_the_known() -> None:
         plan_for("gpt2", "h9000", 2, 16)
 
 
+def test_a_machine_is_known_however_its_name_is_written() -> None:
+    for name in ("rtx4090", "RTX4090", "RTX 4090"):
+        assert plan_for("gpt2", name, 1, 64, suggest=False).machine.name == "rtx4090"
+
+
 def test_what_does_not_fit_says_what_would() -> None:
     with pytest.raises(InfeasibleError, match="smallest gpu_mem"):
         plan_for("7b", "a100-40", 1, 1024, gpu_mem="1GB")

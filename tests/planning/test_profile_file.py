@@ -84,6 +84,8 @@ def change(path: Path, *keys: str | int, value: object) -> None:
         (("profile", "hardware", "h2d_bytes_per_second"), 0, "h2d_bytes_per_second is 0"),
         (("profile", "surprise"), 1, "unknown"),
         (("plan", "units", 0, "parameters"), "moon", "expected one of device, host"),
+        (("plan", "units", 0, "parameters"), [], "expected one of device, host"),
+        (("plan", "step_seconds"), -1.0, "step_seconds is -1"),
         (("plan", "units", 0, "first"), 3, "starts at 0"),
         (("plan", "units", 0, "last"), 10**9, "starts at 0"),
         (("plan", "units"), [], "0 units"),
@@ -106,6 +108,11 @@ def test_foreign_files_are_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=r"autohete_profile\.json"):
         planning.load_profile(path)
+
+
+def test_a_file_without_end_is_refused() -> None:
+    with pytest.raises(ValueError, match="more than"):
+        planning.load_profile("/dev/zero")
 
 
 def test_nothing_is_written_for_a_profile_that_is_not_valid(tmp_path: Path) -> None:

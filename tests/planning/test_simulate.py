@@ -22,6 +22,13 @@ def test_giving_up_the_priorities_or_the_overlap_is_never_faster() -> None:
         planning.simulate(profile, plan, without=("order",))
 
 
+def test_what_is_no_profile_or_no_plan_is_named() -> None:
+    with pytest.raises(ValueError, match="plan is a NoneType, expected a Plan"):
+        planning.simulate(gpt(), None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="profile is a tuple, expected a Profile"):
+        planning.simulate((gpt(), None), None)  # type: ignore[arg-type]
+
+
 def test_the_trace_is_a_chrome_trace_with_every_span(tmp_path: Path) -> None:
     profile = gpt()
     plan = planning.make_plan(profile, int(planning.minimum_gpu_mem(profile) * 1.2))
