@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import cycle
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autohete import _C
-from autohete.distributed import Ranks
-from autohete.exchange_buckets import NEVER, Bucket, buckets_of
+from autohete.distributed import Ranks, ranks_here
+from autohete.exchange_buckets import NEVER, Bucket, buckets_of, trained
 from autohete.units import Unit
 
-_SMALL, _LEAST, _MOST = 4 << 10, 1 << 20, 32 << 20  # bytes
-_REPEATS = 3
+_SMALL, _MOST = 4 << 10, 32 << 20  # bytes
+_TURNS_BYTES, _MOST_TURNS = 64 << 20, 32  # gradients of a machine's ranks that take turns
+_REPEATS = 5
 _MOST_SECONDS = 2.0  # on one collective, so that a slow link is not timed for minutes
-_PIECES, _PIECE = 8, 192  # products of matrices of so many rows: compute beside a collective
+_BESIDE = 12  # exchanges that compute is beside
+_PIECE = 192  # rows of the matrices that stand for compute
 
 
 def stated_rates(ranks: Ranks, bytes_per_second: float, own_rows: bool) -> _C.RankProfile:
@@ -44,35 +48,29 @@ def stated_rates(ranks: Ranks, bytes_per_second: float, own_rows: bool) -> _C.Ra
 
 
 def measured_rates(
-    ranks: Ranks, device: torch.device, unit_bytes: int, own_rows: bool
+    ranks: Ranks, device: torch.device, unit: Unit, own_rows: bool
 ) -> _C.RankProfile:
     """Time the collectives of a run. Collective; nothing of the run may be in flight.
 
     Args:
-        unit_bytes: of the largest unit's gradients.
+        unit: whose gradients are the largest.
         own_rows: gradients are averaged in rows only.
     """
-    timer = _Timer(ranks, device, own_rows)
-    large = max(_LEAST, min(unit_bytes, _MOST)) // _SMALL * _SMALL
+    timer = _Timer(ranks, device, unit, own_rows)
     rates = _C.RankProfile()
     rates.num_ranks, rates.own_gradients = ranks.size, own_rows
-    rates.exchange_latency_seconds, rates.exchange_bytes_per_second = timer.line(
-        timer.exchange, large
-    )
-    rates.gather_latency_seconds, rates.gather_bytes_per_second = timer.line(
-        timer.gather_on_host, large
-    )
-    if device.type == "cpu":  # one memory: the same gather
-        rates.device_gather_latency_seconds = rates.gather_latency_seconds
-        rates.device_gather_bytes_per_second = rates.gather_bytes_per_second
-    else:
-        rates.device_gather_latency_seconds, rates.device_gather_bytes_per_second = timer.line(
-            timer.gather_on_device, large
-        )
-    rates.pack_bytes_per_second = timer.pack_rate(large)
+    for name, time_of in (
+        ("exchange", lambda what: timer.exchange(what)[0]),
+        ("gather", timer.gathers_on_host),
+        ("device_gather", timer.gathers_on_device),
+    ):
+        latency, rate = timer.line(time_of)
+        setattr(rates, f"{name}_latency_seconds", latency)
+        setattr(rates, f"{name}_bytes_per_second", rate)
+    rates.pack_bytes_per_second = timer.pack_rate()
     rates.collective_share_during_other = 0.5  # one link for both
     if device.type == "cpu":  # cores are shared; a GPU's collectives leave compute alone
-        compute, collective = timer.shares(large)
+        compute, collective = timer.shares()
         rates.compute_share_during_collective = compute
         rates.cpu_share_during_collective = compute
         rates.collective_share_during_compute = collective
@@ -80,123 +78,164 @@ def measured_rates(
     return rates
 
 
+def _alike(unit: Unit, device: torch.device, most_bytes: int) -> list[nn.Parameter]:
+    """Parameters as the unit's, with gradients; rows are left out where it is larger."""
+    wanted = trained(unit)
+    share = min(most_bytes / max(sum(p.nbytes for p in wanted), 1), 1.0)
+    alike = []
+    for p in wanted:
+        shape = [max(int(len(p) * share), 1), *p.shape[1:]] if p.dim() else []
+        one = nn.Parameter(torch.empty(shape, dtype=p.dtype, device=device))
+        one.grad = torch.ones_like(one)
+        alike.append(one)
+    return alike
+
+
+class _Exchanged:
+    """Gradients as a unit's, by themselves in memory."""
+
+    def __init__(
+        self, unit: Unit, ranks: Ranks, device: torch.device, own_rows: bool, most_bytes: int
+    ) -> None:
+        self.parameters = _alike(unit, device, most_bytes)
+        self.buckets = buckets_of(Unit("timed", [], self.parameters), ranks, own_rows)
+        self.nbytes = sum(p.nbytes for p in self.parameters)
+
+    def views(self, memory: Tensor) -> list[tuple[Bucket, Tensor]]:
+        """Where in `memory` each bucket is packed."""
+        views, offset = [], 0
+        for bucket in self.buckets:
+            piece = memory[offset : offset + bucket.nbytes]
+            views.append((bucket, piece.view(bucket.dtype)))
+            offset += bucket.nbytes
+        return views
+
+
 class _Timer:
-    """Collectives of the run's groups, on memory of their own, for as long as it lives."""
+    """Collectives of the run's groups, on memory of their own, for as long as it lives.
 
-    def __init__(self, ranks: Ranks, device: torch.device, own_rows: bool) -> None:
-        self._ranks, self._device, self._own_rows = ranks, device, own_rows
+    A step comes to each unit's gradients after so much else that no cache holds them. So several
+    of a unit's size take turns, on a CPU together larger than its caches.
+    """
 
-    def bucket(self, num_bytes: int) -> tuple[Bucket, Tensor]:
-        """What a unit of one parameter of so many bytes exchanges."""
-        p = nn.Parameter(torch.zeros(num_bytes // 4, device=self._device))
-        p.grad = torch.zeros_like(p)
-        (bucket,) = buckets_of(Unit("timed", [], [p]), self._ranks, self._own_rows)
-        flat = torch.zeros(bucket.nbytes // 4, device=self._device)
-        bucket.pack(flat, self._ranks.size)
-        return bucket, flat
+    def __init__(self, ranks: Ranks, device: torch.device, unit: Unit, own_rows: bool) -> None:
+        self._ranks, self._device = ranks, device
 
-    def exchange(self, num_bytes: int) -> Callable[[], None]:
-        bucket, flat = self.bucket(num_bytes)
+        def make(most_bytes: int) -> _Exchanged:
+            return _Exchanged(unit, ranks, device, own_rows, most_bytes)
 
-        def run() -> None:
-            work = bucket.start(flat, self._ranks)
-            self._ranks.wait(work, "timing the exchange of gradients", self._ranks.exchange)
+        self._small, first = make(_SMALL), make(_MOST)
+        turns_bytes = _TURNS_BYTES // ranks_here() if device.type == "cpu" else 0
+        count = -(-turns_bytes // max(first.nbytes, 1))
+        others = [make(_MOST) for _ in range(min(count, _MOST_TURNS) - 1)]
+        self._turns = cycle([first, *others])
+        self._large_bytes = max(first.nbytes, 1)
+        length = sum(bucket.nbytes for bucket in first.buckets)
+        self._memory = torch.zeros(length, dtype=torch.uint8, device=device)
+
+    def exchange(self, what: _Exchanged) -> tuple[float, float]:
+        """Exchange a unit's gradients as a step does.
+
+        Returns: seconds of the collective, and of packing and taking up together.
+        """
+        start = time.perf_counter()
+        views = what.views(self._memory)
+        with torch.no_grad():
+            for bucket, flat in views:
+                bucket.known = [NEVER] * len(bucket.parameters)  # so that all is new
+                bucket.pack(flat, self._ranks.size)
             self._settle()
-
-        return run
-
-    def gather_on_host(self, num_bytes: int) -> Callable[[], None]:
-        rows = torch.zeros(num_bytes // 4, device="cpu")
-        return lambda: self._ranks.bring_parts([rows], self._ranks.parts)
-
-    def gather_on_device(self, num_bytes: int) -> Callable[[], None]:
-        rows = torch.zeros(num_bytes // 4, device=self._device)
-
-        def run() -> None:
-            self._ranks.bring_parts([rows], self._ranks.exchange)
+            packed = time.perf_counter()
+            works = [bucket.start(flat, self._ranks) for bucket, flat in views]
+            for work in works:
+                self._wait(work)
+            came = time.perf_counter()
+            for bucket, flat in views:
+                bucket.unpack(flat)
             self._settle()
+        return came - packed, packed - start + time.perf_counter() - came
 
-        return run
+    def gathers_on_host(self, what: _Exchanged) -> float:
+        gradients = [p.grad.cpu() for p in what.parameters if p.grad is not None]
+        return self._gathers(gradients, self._ranks.parts)
+
+    def gathers_on_device(self, what: _Exchanged) -> float:
+        gradients = [p.grad for p in what.parameters if p.grad is not None]
+        return self._gathers(gradients, self._ranks.exchange)
+
+    def _gathers(self, tensors: list[Tensor], group: Any) -> float:
+        shared = [t for t in tensors if t.dim() and t.numel()]
+        start = time.perf_counter()
+        self._ranks.bring_parts(shared, group)
+        self._settle()
+        return time.perf_counter() - start
+
+    def _wait(self, work: Any) -> None:
+        self._ranks.wait(work, "timing the exchange of gradients", self._ranks.exchange)
+        self._settle()
 
     def _settle(self) -> None:
         if self._device.type != "cpu":
             torch.cuda.synchronize(self._device)
 
-    def seconds(self, run: Callable[[], None]) -> float:
-        """Median of a few, each begun together; one alone where it takes long on any rank."""
+    def seconds(self, run: Callable[[], float]) -> float:
+        """Median of what a few runs return, each begun together; one alone where it takes long on
+        any rank.
+        """
         run()  # connections are made, memory is touched
         taken: list[float] = []
         enough = False
+        start = time.perf_counter()
         while not enough:
             self._ranks.gather(None)
-            start = time.perf_counter()
-            run()
-            taken.append(time.perf_counter() - start)
-            spent = max(self._ranks.gather(sum(taken)))  # all stop together
+            taken.append(run())
+            spent = max(self._ranks.gather(time.perf_counter() - start))  # all stop together
             enough = len(taken) == _REPEATS or spent > _MOST_SECONDS
         return max(median(taken), 1e-9)
 
-    def line(self, make: Callable[[int], Callable[[], None]], large: int) -> tuple[float, float]:
+    def line(self, time_of: Callable[[_Exchanged], float]) -> tuple[float, float]:
         """Latency and bytes per second of t = latency + bytes / rate through two sizes."""
-        at_small, at_large = self.seconds(make(_SMALL)), self.seconds(make(large))
-        rate = (large - _SMALL) / max(at_large - at_small, 1e-9)
-        return max(at_small - _SMALL / rate, 0.0), rate
+        small = self._small
+        at_small = self.seconds(lambda: time_of(small))
+        at_large = self.seconds(lambda: time_of(next(self._turns)))
+        rate = max(self._large_bytes - small.nbytes, 1) / max(at_large - at_small, 1e-9)
+        return max(at_small - small.nbytes / rate, 0.0), rate
 
-    def pack_rate(self, num_bytes: int) -> float:
+    def pack_rate(self) -> float:
         """Bytes per second of what laying out and taking up gradients do, the mean of both."""
-        bucket, flat = self.bucket(num_bytes)
+        return 2 * self._large_bytes / self.seconds(lambda: self.exchange(next(self._turns))[1])
 
-        @torch.no_grad()
-        def run() -> None:
-            bucket.known = [NEVER]  # so that all is new
-            bucket.pack(flat, self._ranks.size)
-            bucket.unpack(flat)
-            self._settle()
+    def shares(self) -> tuple[float, float]:
+        """What compute and a collective keep of their rates beside each other, on shared cores.
 
-        return 2 * num_bytes / self.seconds(run)
-
-    def shares(self, num_bytes: int) -> tuple[float, float]:
-        """What compute and a collective keep of their rates beside each other, on shared cores."""
-        bucket, flat = self.bucket(num_bytes)
-        a, b = torch.ones(_PIECE, _PIECE), torch.ones(_PIECE, _PIECE)
-        alone = self.seconds(self.exchange(num_bytes))
-
-        def compute() -> None:
-            for _ in range(_PIECES):
-                torch.mm(a, b)
-
-        piece = self.seconds(compute) / _PIECES
-        pieces = max(int(alone / piece), 1)
-        found = []
-        for _ in range(_REPEATS):
-            self._ranks.gather(None)
-            start = time.perf_counter()
-            work = bucket.start(flat, self._ranks)
-            ended = 0.0
-            for _ in range(pieces):
-                torch.mm(a, b)
-                if not ended and work.is_completed():
-                    ended = time.perf_counter() - start
-            computed = time.perf_counter() - start
-            self._ranks.wait(work, "timing the exchange of gradients", self._ranks.exchange)
-            both = time.perf_counter() - start
-            found.append(_shares(alone, pieces * piece, ended, computed, both))
-        return median(c for c, _ in found), median(e for _, e in found)
+        Of several exchanges, one after the other as in backward: what one alone shows depends on
+        when the system's scheduler looked.
+        """
+        alone = self.seconds(lambda: self.exchange(next(self._turns))[0])
+        views = next(self._turns).views(self._memory)
+        count = 1 if max(self._ranks.gather(alone)) * _BESIDE > _MOST_SECONDS else _BESIDE
+        piece = self.seconds(_compute)
+        self._ranks.gather(None)
+        pieces = 0
+        start = time.perf_counter()
+        for _ in range(count):
+            works = [bucket.start(flat, self._ranks) for bucket, flat in views]
+            while not all(work.is_completed() for work in works):
+                _compute()
+                pieces += 1
+            for work in works:
+                self._wait(work)
+        both = time.perf_counter() - start
+        return _share(pieces * piece, both), _share(count * alone, both)
 
 
-def _shares(
-    alone: float, compute: float, ended: float, computed: float, both: float
-) -> tuple[float, float]:
-    """Of compute and of the collective, from when each was over.
+def _compute() -> float:
+    """A little of it, as a layer's; returns its seconds."""
+    start = time.perf_counter()
+    a = torch.ones(_PIECE, _PIECE)
+    torch.mm(a, a)
+    return time.perf_counter() - start
 
-    Args:
-        alone, compute: seconds of the collective and of the compute by themselves.
-        ended: when the collective was over, 0 where compute was over first.
-        computed, both: when compute was, and both.
-    """
-    if ended:
-        shares = ((compute - (computed - ended)) / ended, alone / ended)
-    else:
-        shares = (compute / computed, (alone - (both - computed)) / computed)
-    low, high = (min(max(share, 0.05), 1.0) for share in shares)
-    return low, high
+
+def _share(alone: float, beside: float) -> float:
+    return min(max(alone / beside, 0.05), 1.0)

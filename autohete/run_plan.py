@@ -440,7 +440,7 @@ class RunPlan:
         stated, own_rows = self._config.rank_bandwidth, not self._config.whole_gradients
         if stated is not None:
             return stated_rates(ranks, float(stated), own_rows)
-        largest = max(size[1] for size in self.sizes())
+        largest = max(zip(self.sizes(), self._units, strict=True), key=lambda pair: pair[0][1])[1]
         return measured_rates(ranks, self._side.torch_device, largest, own_rows)
 
     def _num_updated(self) -> int:

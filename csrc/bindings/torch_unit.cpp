@@ -86,20 +86,23 @@ TorchUnit::TorchUnit(std::string name, const std::vector<at::Tensor>& parameters
 // The blocks a plan calls for; those there already are kept.
 void TorchUnit::allocate(const UnitPlan& plan, Store& store) {
   const bool host_state = plan.optimizer_state == Tier::kHost;
-  const auto host = [&](BlockPtr& block, bool wanted, std::size_t bytes, const char* what) {
+  const auto host = [&](BlockPtr& block, bool wanted, std::size_t bytes, const char* what,
+                        Pages pages) {
     if (!wanted || bytes == 0) {
       block.reset();
     } else if (!block) {
-      block = store.allocate_host(bytes, concat(what, " of unit ", name_));
+      block = store.allocate_host(bytes, concat(what, " of unit ", name_), pages);
     }
   };
   if (params_host_) former_params_host_ = params_host_;
   if (params_device_) former_params_device_ = params_device_;
   if (!params_host_) params_host_ = former_params_host_.lock();
   host(params_host_, plan.parameters == Tier::kHost || host_state,
-       std::max(param_bytes_, kBlockAlignment), "parameters");
+       std::max(param_bytes_, kBlockAlignment), "parameters", Pages::kWhenTouched);
   const bool had_gradients = gradients_host_ != nullptr;
-  host(gradients_host_, host_state, std::max(gradient_bytes_, kBlockAlignment), "gradients");
+  // The first step's copies write all of it, and the plan is made by how long they take.
+  host(gradients_host_, host_state, std::max(gradient_bytes_, kBlockAlignment), "gradients",
+       Pages::kNow);
   if (own_gradients_ && gradients_host_ && !had_gradients) mark_other_gradients();
   if (plan.parameters == Tier::kHost) {
     params_device_.reset();

@@ -60,8 +60,9 @@ class CudaStore final : public Store {
     refuse(what, bytes, free_bytes, limit_bytes);
   }
 
-  BlockPtr allocate_host(std::size_t bytes, const std::string& what) override {
-    return host_.allocate(bytes, what);
+  using Store::allocate_host;
+  BlockPtr allocate_host(std::size_t bytes, const std::string& what, Pages pages) override {
+    return host_.allocate(bytes, what, pages);
   }
   bool pins_host_memory() const override { return host_.pins(); }
 

@@ -55,6 +55,7 @@ BlockPtr HostStore::allocate_device(std::size_t bytes, const std::string& what) 
   }
   try {
     auto memory = std::make_unique<MappedMemory>(bytes);
+    memory->make_present();
     auto block = std::make_shared<DeviceBlock>(std::move(charge), std::move(memory), bytes);
     if (poison_) poison(*block);
     return block;
@@ -64,9 +65,9 @@ BlockPtr HostStore::allocate_device(std::size_t bytes, const std::string& what) 
   }
 }
 
-BlockPtr HostStore::allocate_host(std::size_t bytes, const std::string& what) {
+BlockPtr HostStore::allocate_host(std::size_t bytes, const std::string& what, Pages pages) {
   maybe_fail(Tier::kHost, bytes, what);
-  return host_.allocate(bytes, what);
+  return host_.allocate(bytes, what, pages);
 }
 
 void HostStore::poison(Block& block) { std::memset(block.data(), 0xFF, block.bytes()); }

@@ -27,10 +27,11 @@ class HostStore final : public Store {
  public:
   explicit HostStore(HostStoreOptions options);
 
-  // The budget counts exactly `bytes`.
+  // The budget counts exactly `bytes`. The pages are there at once, as a GPU's memory is.
   BlockPtr allocate_device(std::size_t bytes, const std::string& what) override;
   // The budget counts whole pages.
-  BlockPtr allocate_host(std::size_t bytes, const std::string& what) override;
+  using Store::allocate_host;
+  BlockPtr allocate_host(std::size_t bytes, const std::string& what, Pages pages) override;
   bool pins_host_memory() const override { return host_.pins(); }
 
   const std::shared_ptr<Budget>& device_budget() const { return device_budget_; }

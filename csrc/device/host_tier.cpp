@@ -45,7 +45,7 @@ HostTier::HostTier(std::shared_ptr<Budget> budget, std::shared_ptr<Pinner> pinne
                    std::function<void(const std::string&)> warn)
     : budget_(std::move(budget)), pinner_(std::move(pinner)), warn_(std::move(warn)) {}
 
-BlockPtr HostTier::allocate(std::size_t bytes, const std::string& what) {
+BlockPtr HostTier::allocate(std::size_t bytes, const std::string& what, Pages pages) {
   const auto refuse = [&] [[noreturn]] (const char* advice) {
     throw_out_of_memory("host memory", what, bytes, budget_->free(), budget_->limit(), advice);
   };
@@ -53,6 +53,7 @@ BlockPtr HostTier::allocate(std::size_t bytes, const std::string& what) {
     BudgetCharge charge(budget_, MappedMemory::rounded(bytes));
     if (!charge) refuse("raise cpu_mem or use a smaller model");
     auto memory = std::make_unique<MappedMemory>(bytes);
+    if (pages == Pages::kNow) memory->make_present();
     auto block = std::make_shared<HostBlock>(std::move(charge), std::move(memory), bytes);
     if (pins()) {
       const std::string refusal = block->pin(pinner_);

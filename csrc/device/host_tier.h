@@ -36,7 +36,7 @@ class HostTier {
 
   // Zero-filled; data() is page aligned. The budget counts whole pages. Throws OutOfMemory. Any
   // thread.
-  BlockPtr allocate(std::size_t bytes, const std::string& what);
+  BlockPtr allocate(std::size_t bytes, const std::string& what, Pages pages);
 
   bool pins() const { return pinner_ && !refused_; }
   const std::shared_ptr<Budget>& budget() const { return budget_; }

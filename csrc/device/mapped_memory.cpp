@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdint>
 #include <new>
 
@@ -31,10 +32,29 @@ std::byte* map_huge_pages(std::size_t bytes) {
   return data;
 }
 
+std::size_t page_bytes() {
+  static const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  return page;
+}
+
+// False where the kernel does not know the call.
+bool populate([[maybe_unused]] std::byte* data, [[maybe_unused]] std::size_t bytes) {
+#ifdef __linux__
+  constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, which older headers do not have
+  while (madvise(data, bytes, kPopulateWrite) != 0) {
+    if (errno == EINVAL) return false;
+    if (errno != EINTR && errno != EAGAIN) throw std::bad_alloc();
+  }
+  return true;
+#else
+  return false;
+#endif
+}
+
 }  // namespace
 
 std::size_t MappedMemory::rounded(std::size_t bytes) {
-  static const std::size_t page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  const std::size_t page = page_bytes();
   if (bytes > SIZE_MAX - kHugePage - page) throw std::bad_alloc();
   return (std::max<std::size_t>(bytes, 1) + page - 1) / page * page;
 }
@@ -42,6 +62,14 @@ std::size_t MappedMemory::rounded(std::size_t bytes) {
 MappedMemory::MappedMemory(std::size_t bytes)
     : mapped_bytes_(rounded(bytes)),
       data_(mapped_bytes_ >= kHugePage ? map_huge_pages(mapped_bytes_) : map_pages(mapped_bytes_)) {
+}
+
+void MappedMemory::make_present() {
+  if (populate(data_, mapped_bytes_)) return;
+  for (std::size_t offset = 0; offset < mapped_bytes_; offset += page_bytes()) {
+    volatile std::byte* byte = data_ + offset;
+    *byte = *byte;  // a read alone would get the one page of zeros that all share
+  }
 }
 
 MappedMemory::~MappedMemory() { munmap(data_, mapped_bytes_); }

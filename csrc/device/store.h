@@ -15,6 +15,10 @@ namespace autohete {
 
 enum class Tier : std::uint8_t { kDevice, kHost };  // later: disk
 
+// When the system gives pageable memory its pages. Whoever writes first waits for them otherwise,
+// ten times as long as for the bytes.
+enum class Pages : std::uint8_t { kNow, kWhenTouched };
+
 // Offsets of tensors inside a block, and block sizes, are multiples of this.
 inline constexpr std::size_t kBlockAlignment = 256;
 constexpr std::size_t align_up(std::size_t bytes) {
@@ -63,7 +67,11 @@ class Store {
   // Device memory, counted against the budget. Contents undefined.
   virtual BlockPtr allocate_device(std::size_t bytes, const std::string& what) = 0;
   // Host memory, pinned where the device needs it (and pinning is not refused). Zero-filled.
-  virtual BlockPtr allocate_host(std::size_t bytes, const std::string& what) = 0;
+  // Pinned memory has its pages at once.
+  virtual BlockPtr allocate_host(std::size_t bytes, const std::string& what, Pages pages) = 0;
+  BlockPtr allocate_host(std::size_t bytes, const std::string& what) {
+    return allocate_host(bytes, what, Pages::kWhenTouched);
+  }
   // False when nothing is pinned, by choice or after pinning was refused once: later host blocks
   // are pageable.
   virtual bool pins_host_memory() const = 0;

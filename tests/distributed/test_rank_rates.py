@@ -6,26 +6,59 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from loops import Setup, part
 from models import make_gpt
 from oracle import adamw
 from ranks import run
 
 from autohete import AutoHeteWrapper
+from autohete.distributed import Ranks
+from autohete.exchange_buckets import Bucket
 from autohete.planning import ActivationRule, Tier
 from autohete.planning.profile_file import plan_to_dict, profile_to_dict
-from autohete.rank_rates import _shares
+from autohete.rank_rates import measured_rates
+from autohete.units import Unit
 
-# ------------------------------------------------------------------- worked out by hand
+# ------------------------------------------------------------------- what is timed
 
 
-def test_shares_follow_from_when_compute_and_the_collective_were_over():
-    # Both are 1 s alone. Beside each other at half the rate, over together after 2 s.
-    assert _shares(1.0, 1.0, 0.0, 2.0, 2.0) == (0.5, 0.5)
-    # Compute is not disturbed; the collective gets 0.4 of a second done meanwhile.
-    assert _shares(1.0, 1.0, 0.0, 1.0, 1.6) == pytest.approx((1.0, 0.4))
-    # The collective is over after 1.25 s, compute at half the rate till then.
-    assert _shares(1.0, 1.0, 1.25, 1.625, 1.625) == pytest.approx((0.5, 0.8))
+def timed(rank: int, size: int) -> tuple[set[str], int, int]:
+    """The groups that gathers were timed on, the bytes of all gradients packed, and of the most
+    that were packed as one."""
+    ranks = Ranks(dist.group.WORLD, torch.device("cpu"))
+    names = {id(ranks.parts): "parts", id(ranks.exchange): "exchange"}
+    groups: set[str] = set()
+    gradients: dict[int, int] = {}  # bytes by address
+    together: list[int] = []
+    bring, pack = Ranks.bring_parts, Bucket.pack
+
+    def bring_parts(self: Ranks, tensors: Any, group: Any) -> None:
+        groups.add(names[id(group)])
+        bring(self, tensors, group)
+
+    def packed(self: Bucket, flat: torch.Tensor, num_ranks: int) -> None:
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        gradients.update((g.data_ptr(), g.nbytes) for g in grads)
+        together.append(sum(g.nbytes for g in grads))
+        pack(self, flat, num_ranks)
+
+    module = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.LayerNorm(1024))
+    unit = Unit("large", [module], list(module.parameters()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "bring_parts", bring_parts)
+        patch.setattr(Bucket, "pack", packed)
+        rates = measured_rates(ranks, torch.device("cpu"), unit, own_rows=False)
+    assert rates.pack_bytes_per_second > 0
+    return groups, sum(gradients.values()), max(together)
+
+
+def test_collectives_are_timed_as_a_step_does_them():
+    """Over the groups it uses; a unit's tensors at once, and never those that a cache has."""
+    for groups, all_bytes, most_at_once in run(2, timed):
+        assert groups == {"parts", "exchange"}
+        assert most_at_once == (1024 * 1024 + 3 * 1024) * 4
+        assert all_bytes > 7 * most_at_once
 
 
 # ------------------------------------------------------------------- in a run

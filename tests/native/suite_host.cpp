@@ -1,4 +1,5 @@
 // What only the host device promises: the link's speed, the test controls, fork, its memory.
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -336,6 +337,35 @@ TEST_CASE("host blocks from 2 MiB on ask for huge pages, smaller ones do not") {
   CHECK(mapping_flags(large->data()).find(" hg ") != std::string::npos);
   CHECK_EQ(reinterpret_cast<std::uintptr_t>(large->data()) % (2 << 20), std::uintptr_t{0});
   CHECK(mapping_flags(small->data()).find(" hg ") == std::string::npos);
+}
+
+// The share of a block's pages that the system has given.
+double share_present(const Block& block) {
+  const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  std::vector<unsigned char> there((block.bytes() + page - 1) / page);
+  CHECK_EQ(mincore(block.data(), block.bytes(), there.data()), 0);
+  const auto count = std::count_if(there.begin(), there.end(), [](auto byte) { return byte & 1; });
+  return static_cast<double>(count) / static_cast<double>(there.size());
+}
+
+TEST_CASE("device memory has its pages at once, host memory where that is asked for") {
+  HostStore store = make_store(1 << 26);
+  for (const std::size_t bytes : {std::size_t{100}, std::size_t{1} << 20, std::size_t{5} << 20}) {
+    CHECK_EQ(share_present(*store.allocate_device(bytes, "a slot")), 1.0);
+    const BlockPtr now = store.allocate_host(bytes, "gradients", Pages::kNow);
+    CHECK_EQ(share_present(*now), 1.0);
+    CHECK(std::all_of(now->data(), now->data() + bytes, [](auto b) { return b == std::byte{0}; }));
+    const BlockPtr later = store.allocate_host(bytes, "a second copy", Pages::kWhenTouched);
+    CHECK_EQ(share_present(*later), 0.0);
+  }
+}
+
+TEST_CASE("memory that is made present keeps its bytes") {
+  MappedMemory memory(std::size_t{3} << 20);
+  const auto last = memory.mapped_bytes() - 1;
+  memory.data()[0] = memory.data()[last] = std::byte{7};
+  memory.make_present();
+  CHECK(memory.data()[0] == std::byte{7} && memory.data()[last] == std::byte{7});
 }
 
 }  // namespace
