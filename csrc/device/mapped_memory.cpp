@@ -37,13 +37,13 @@ std::size_t page_bytes() {
   return page;
 }
 
-// False where the kernel does not know the call.
+// False where the kernel does not know the call, or a sandbox does not let it through.
 bool populate([[maybe_unused]] std::byte* data, [[maybe_unused]] std::size_t bytes) {
 #ifdef __linux__
   constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, which older headers do not have
   while (madvise(data, bytes, kPopulateWrite) != 0) {
-    if (errno == EINVAL) return false;
-    if (errno != EINTR && errno != EAGAIN) throw std::bad_alloc();
+    if (errno == ENOMEM || errno == EFAULT) throw std::bad_alloc();
+    if (errno != EINTR) return false;
   }
   return true;
 #else
