@@ -238,6 +238,14 @@ def cpu_adamw_step(dtype: torch.dtype) -> Any:
     CPUAdamW([parameter]).step()
 
 
+def cpu_adamw_of_sgd() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    sgd = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    sgd.step()
+    CPUAdamW([parameter]).load_state_dict(sgd.state_dict())
+
+
 CASES = {
     # ---- the pair that is wrapped
     "a model that is none": Case(
@@ -573,6 +581,12 @@ CASES = {
         "has shape (3,)",
         "expected its parameter's (7,)",
         "load a state dict of the same model",
+    ),
+    "a state dict of another rule": Case(
+        lambda f: cpu_adamw_of_sgd(),
+        "has momentum_buffer and no exp_avg and no exp_avg_sq",
+        "expected exp_avg and exp_avg_sq",
+        "load the state dict of the same kind of optimizer",
     ),
     "a beta out of range": Case(
         lambda f: cpu_adamw(betas=(0.9, 1.5)), "1.5", "0 <= beta < 1", "beta < 1"
