@@ -3,6 +3,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
 #include <c10/util/flat_hash_map.h>
+#include <pthread.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <array>
@@ -71,8 +72,30 @@ Ledger& ledger() {
 
 c10::Allocator* base_allocator = nullptr;
 
+// In a forked child nothing is counted and nothing waits: another thread of the parent may have had
+// any of the locks, and is not there to let go of it.
+bool in_forked_child = false;
+
+// Who charged last. What waits for others would be held beside what this one uses.
+struct LastCharged {
+  std::mutex mutex;
+  std::weak_ptr<ActivationAccount> account;
+};
+
+void let_others_go(const std::shared_ptr<ActivationAccount>& account) {
+  static LastCharged& last = *new LastCharged;
+  std::shared_ptr<ActivationAccount> before;
+  {
+    std::lock_guard lock(last.mutex);
+    before = last.account.lock();
+    last.account = account;
+  }
+  if (before && before != account) before->cache.clear();
+}
+
 // Blocks wait in the account's cache as long as its device is there.
 void free_counted(void* data) {
+  if (in_forked_child) return free_activation(data);
   const std::optional<Charge> charge = ledger().remove(data);
   if (!charge) return free_activation(data);  // allocated outside a scope
   ActivationAccount& account = *charge->account;
@@ -88,7 +111,7 @@ void free_counted(void* data) {
 class BudgetAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(std::size_t bytes) override {
-    if (bytes == 0 || !account_now()) return base_allocator->allocate(bytes);
+    if (bytes == 0 || in_forked_child || !account_now()) return base_allocator->allocate(bytes);
     Budget& budget = *current_account->budget;
     if (!budget.charge(bytes)) refuse(bytes, budget);
     void* data = nullptr;
@@ -141,7 +164,9 @@ std::shared_ptr<ActivationAccount> set_activation_account(
     base_allocator = c10::GetCPUAllocator();
     static BudgetAllocator& allocator = *new BudgetAllocator;
     c10::SetCPUAllocator(&allocator, /*priority=*/100);
+    pthread_atfork(nullptr, nullptr, [] { in_forked_child = true; });
   });
+  if (account && !in_forked_child) let_others_go(account);
   until_backward_ends = account && in_backward();
   return std::exchange(current_account, std::move(account));
 }

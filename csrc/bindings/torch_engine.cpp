@@ -61,10 +61,9 @@ CopyAndWait TorchEngine::copier() {
     const StreamId stream = copy_streams_[to_device ? 0 : 1];
     use_current_stream();
     device.wait(stream, device.record(kComputeStream));
+    NoGil no_gil;  // the host device may copy on this thread
     device.copy_async(dst->data(), src->data(), std::min(dst->bytes(), src->bytes()), stream);
-    const Event done = device.record(stream);
-    NoGil no_gil;
-    device.synchronize(done);
+    device.synchronize(device.record(stream));
   };
 }
 

@@ -4,6 +4,11 @@
 #include <utility>
 
 namespace autohete {
+namespace {
+
+constexpr std::uint64_t kForgotten = 1024;  // requests since a size without blocks was asked for
+
+}  // namespace
 
 void* BlockCache::take(std::size_t bytes) {
   std::lock_guard lock(mutex_);
@@ -31,7 +36,9 @@ void BlockCache::lend(std::size_t bytes) {
 
 void BlockCache::put(void* block, std::size_t bytes) {
   std::lock_guard lock(mutex_);
-  sizes_[bytes].blocks.push_back(block);
+  Size& size = sizes_[bytes];
+  if (size.last_asked == 0) size.last_asked = asked_;
+  size.blocks.push_back(block);
   waiting_ += bytes;
   lent_ -= bytes;
 }
@@ -42,6 +49,7 @@ void BlockCache::clear() {
     std::lock_guard lock(mutex_);
     sizes.swap(sizes_);
     waiting_ = 0;
+    most_lent_ = lent_;
   }
   for (const auto& [bytes, size] : sizes) {
     for (void* const block : size.blocks) free_(block);
@@ -59,8 +67,8 @@ void BlockCache::make_room(std::vector<void*>& out) {
   while (waiting_ > 0 && lent_ + waiting_ > most) {
     auto oldest = sizes_.end();
     for (auto it = sizes_.begin(); it != sizes_.end();) {
-      if (it->second.blocks.empty() && asked_ - it->second.last_asked > 1 << 16) {
-        it = sizes_.erase(it);  // of another batch size, long ago
+      if (it->second.blocks.empty() && asked_ - it->second.last_asked > kForgotten) {
+        it = sizes_.erase(it);  // of another batch size
         continue;
       }
       const bool older =

@@ -30,7 +30,7 @@ class BlockCache {
   void lend(std::size_t bytes);
   // The block comes back.
   void put(void* block, std::size_t bytes);
-  // Everything that waits goes back to the system.
+  // Everything that waits goes back to the system; what was lent before is forgotten.
   void clear();
 
   std::size_t waiting_bytes() const;

@@ -109,35 +109,37 @@ def test_any_thread_may_free(machine: _C.HostMachine) -> None:
     assert machine.waiting_bytes() <= 2 * 4 * 16 * 3 * 8192
 
 
-OUTLIVING = """
+_OUTLIVES = """
 import psutil, torch
 from autohete import _C
 
 MIB = 1 << 20
 process = psutil.Process()
+
+def filled(count, size):
+    return [torch.empty(size * MIB, dtype=torch.uint8).fill_(1) for _ in range(count)]
+
 machine = _C.HostMachine(gpu_mem=512 * MIB, cpu_mem=MIB)
 machine.charge_activations(True)
-kept = [torch.empty(64 * MIB, dtype=torch.uint8).fill_(1) for _ in range(4)]
-dropped = [torch.empty(40 * MIB, dtype=torch.uint8).fill_(1) for _ in range(4)]
-del dropped
+kept = filled(4, 64)
+filled(4, 40)
 machine.charge_activations(False)
 assert machine.waiting_bytes() == 160 * MIB
 full = process.memory_info().rss
 machine.close()
 assert machine.waiting_bytes() == 0
-assert full - process.memory_info().rss > 150 * MIB
+assert full - process.memory_info().rss > 100 * MIB
 del machine
 assert all(int(t.sum()) == 64 * MIB for t in kept)
 full = process.memory_info().rss
 del kept
-assert full - process.memory_info().rss > 240 * MIB
+assert full - process.memory_info().rss > 200 * MIB
 """
 
 
 def test_tensors_that_outlive_their_device_leave_nothing_waiting() -> None:
-    """In a process of its own: what else goes on in one is in its resident memory too."""
-    done = subprocess.run([sys.executable, "-c", OUTLIVING], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    """In a process of its own: what glibc cuts from a heap that others grew stays in that heap."""
+    subprocess.run([sys.executable, "-c", _OUTLIVES], timeout=120, check=True)
 
 
 def test_unwrapping_gives_everything_back() -> None:
@@ -152,3 +154,59 @@ def test_unwrapping_gives_everything_back() -> None:
     assert machine.waiting_bytes() > 0
     wrapped.unwrap()
     assert machine.waiting_bytes() == 0
+
+
+def test_devices_that_take_turns_hold_no_more_than_an_eighth_above_their_most() -> None:
+    """Models of one process are trained in turn: what waits for one serves the next."""
+    machines = [_C.HostMachine(gpu_mem=256 * MIB, cpu_mem=MIB) for _ in range(4)]
+    for machine in machines:
+        with charged(machine):
+            parts = [empty(MIB) for _ in range(32)]
+            del parts
+    assert sum(machine.waiting_bytes() for machine in machines) <= 36 * MIB
+
+
+_FORKS = """
+import os, signal, sys, threading
+import torch
+from autohete import _C
+
+machine = _C.HostMachine(gpu_mem=1 << 30, cpu_mem=1 << 30)
+over = threading.Event()
+
+def empty():
+    return [torch.empty(8192 + 64 * i, dtype=torch.uint8) for i in range(64)]
+
+def allocate():
+    machine.charge_activations(True)
+    while not over.is_set():
+        empty()
+    machine.charge_activations(False)
+
+machine.charge_activations(True)
+kept = [empty() for _ in range(8)]
+machine.charge_activations(False)
+threads = [threading.Thread(target=allocate) for _ in range(3)]
+for thread in threads:
+    thread.start()
+ended = []
+for _ in range(200):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        kept.clear()
+        os._exit(0)
+    ended.append(os.waitpid(child, 0)[1])
+    if ended[-1]:
+        break
+over.set()
+for thread in threads:
+    thread.join()
+sys.exit(any(ended))
+"""
+
+
+def test_a_forked_child_may_free_while_other_threads_of_the_parent_allocate() -> None:
+    """The child's copy of a lock that another thread held at the fork is never let go."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", _FORKS], timeout=240)
+    assert done.returncode == 0, "a forked child hung while it freed tensors"

@@ -146,7 +146,24 @@ def rename(state):
     state.update({"exp_avg_sq": first.abs_(), "exp_avg": second})
 
 
+def swap_gradients(model):
+    first, *_, last = (p for p in model.parameters() if p.shape == (32, 32))
+    first.grad, last.grad = last.grad, first.grad
+
+
+def share_a_gradient(model):
+    first, second, *_ = (p for p in model.parameters() if p.shape == (32,))
+    first.grad = second.grad
+
+
+def clip(model, limit=0.05):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+
+
 EDITS = {
+    "clipped twice": lambda m, o, s: (clip(m), clip(m, 0.03)),
+    "clipped, swapped, clipped": lambda m, o, s: (clip(m), swap_gradients(m), clip(m, 0.03)),
+    "clipped, shared, clipped": lambda m, o, s: (clip(m), share_a_gradient(m), clip(m, 0.03)),
     "in place": lambda m, o, s: [g.mul_(0.5) for g in gradients(m)],
     "by data": lambda m, o, s: [g.data.mul_(0.5) for g in gradients(m)],
     "one element": lambda m, o, s: gradients(m)[-1].view(-1).__setitem__(3, 1.0),
