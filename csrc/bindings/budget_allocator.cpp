@@ -19,12 +19,14 @@ namespace {
 
 thread_local std::shared_ptr<ActivationAccount> current_account;
 thread_local bool until_backward_ends = false;
+int num_forks = 0;  // between the process that installed this and the present one
 
 bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
 // The account to charge, or null. Forgets one whose time is over.
 ActivationAccount* account_now() {
   if (!current_account) return nullptr;
+  if (current_account->num_forks != num_forks) return nullptr;
   if (!current_account->open || (until_backward_ends && !in_backward())) current_account.reset();
   return current_account.get();
 }
@@ -64,39 +66,41 @@ class Ledger {
   std::array<Shard, 16> shards_;
 };
 
-// Tensors may outlive every engine and be freed while the process ends: never destroyed.
-Ledger& ledger() {
-  static Ledger& instance = *new Ledger;
-  return instance;
-}
-
-c10::Allocator* base_allocator = nullptr;
-
-// In a forked child nothing is counted and nothing waits: another thread of the parent may have had
-// any of the locks, and is not there to let go of it.
-bool in_forked_child = false;
-
 // Who charged last. What waits for others would be held beside what this one uses.
 struct LastCharged {
   std::mutex mutex;
   std::weak_ptr<ActivationAccount> account;
 };
 
+// Tensors may outlive every engine and be freed while the process ends: never destroyed. A forked
+// child begins anew: another thread of the parent may have had any of the locks, and is not there
+// to let go of it. What the parent charged is not counted in the child, nor are its accounts.
+struct Books {
+  Ledger ledger;
+  LastCharged last;
+};
+Books* books = nullptr;
+
+void begin_anew_in_child() {
+  books = new Books;
+  ++num_forks;
+}
+
+c10::Allocator* base_allocator = nullptr;
+
 void let_others_go(const std::shared_ptr<ActivationAccount>& account) {
-  static LastCharged& last = *new LastCharged;
   std::shared_ptr<ActivationAccount> before;
   {
-    std::lock_guard lock(last.mutex);
-    before = last.account.lock();
-    last.account = account;
+    std::lock_guard lock(books->last.mutex);
+    before = books->last.account.lock();
+    books->last.account = account;
   }
   if (before && before != account) before->cache.clear();
 }
 
 // Blocks wait in the account's cache as long as its device is there.
 void free_counted(void* data) {
-  if (in_forked_child) return free_activation(data);
-  const std::optional<Charge> charge = ledger().remove(data);
+  const std::optional<Charge> charge = books->ledger.remove(data);
   if (!charge) return free_activation(data);  // allocated outside a scope
   ActivationAccount& account = *charge->account;
   if (charge->bytes >= BlockCache::kSmallest) {
@@ -111,7 +115,7 @@ void free_counted(void* data) {
 class BudgetAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(std::size_t bytes) override {
-    if (bytes == 0 || in_forked_child || !account_now()) return base_allocator->allocate(bytes);
+    if (bytes == 0 || !account_now()) return base_allocator->allocate(bytes);
     Budget& budget = *current_account->budget;
     if (!budget.charge(bytes)) refuse(bytes, budget);
     void* data = nullptr;
@@ -121,7 +125,7 @@ class BudgetAllocator final : public c10::Allocator {
       budget.refund(bytes);
       throw;
     }
-    ledger().add(data, current_account, bytes);
+    books->ledger.add(data, current_account, bytes);
     return {data, data, &free_counted, c10::Device(c10::kCPU)};
   }
   void copy_data(void* dest, const void* src, std::size_t bytes) const override {
@@ -154,6 +158,13 @@ class BudgetAllocator final : public c10::Allocator {
 
 }  // namespace
 
+ActivationAccount::ActivationAccount() : num_forks(autohete::num_forks) {}
+
+void ActivationAccount::close() {
+  open = false;
+  if (num_forks == autohete::num_forks) cache.clear();
+}
+
 void free_activation(void* block) { base_allocator->raw_deleter()(block); }
 
 std::shared_ptr<ActivationAccount> set_activation_account(
@@ -164,9 +175,11 @@ std::shared_ptr<ActivationAccount> set_activation_account(
     base_allocator = c10::GetCPUAllocator();
     static BudgetAllocator& allocator = *new BudgetAllocator;
     c10::SetCPUAllocator(&allocator, /*priority=*/100);
-    pthread_atfork(nullptr, nullptr, [] { in_forked_child = true; });
+    books = new Books;
+    pthread_atfork(nullptr, nullptr, &begin_anew_in_child);
   });
-  if (account && !in_forked_child) let_others_go(account);
+  if (account && account->num_forks != num_forks) account.reset();
+  if (account) let_others_go(account);
   until_backward_ends = account && in_backward();
   return std::exchange(current_account, std::move(account));
 }

@@ -21,15 +21,14 @@ void free_activation(void* block);
 // What a scope charges. `advice` ends the error message (what to do about it). Nothing is charged
 // any more, and nothing waits to be used again, once it is not `open`.
 struct ActivationAccount {
+  ActivationAccount();
+  void close();
+
   std::shared_ptr<Budget> budget;
   std::string advice;
   std::atomic<bool> open{true};
   BlockCache cache{&free_activation};
-
-  void close() {
-    open = false;
-    cache.clear();
-  }
+  const int num_forks;  // of this process when it was made: a child's own are others
 };
 
 // Charges this thread's later CPU allocations to `account`; null ends it. Returns the previous one.

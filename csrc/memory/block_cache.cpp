@@ -10,6 +10,12 @@ constexpr std::uint64_t kForgotten = 1024;  // requests since a size without blo
 
 }  // namespace
 
+BlockCache::~BlockCache() {
+  for (const auto& [bytes, size] : sizes_) {
+    for (void* const block : size.blocks) free_(block);
+  }
+}
+
 void* BlockCache::take(std::size_t bytes) {
   std::lock_guard lock(mutex_);
   Size& size = sizes_[bytes];

@@ -20,7 +20,7 @@ class BlockCache {
 
   using Free = void (*)(void*);
   explicit BlockCache(Free free) : free_(free) {}
-  ~BlockCache() { clear(); }
+  ~BlockCache();  // nobody else has it any more, so without the lock
   BlockCache(const BlockCache&) = delete;
   BlockCache& operator=(const BlockCache&) = delete;
 

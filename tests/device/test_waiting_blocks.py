@@ -210,3 +210,40 @@ def test_a_forked_child_may_free_while_other_threads_of_the_parent_allocate() ->
     """The child's copy of a lock that another thread held at the fork is never let go."""
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", _FORKS], timeout=240)
     assert done.returncode == 0, "a forked child hung while it freed tensors"
+
+
+_CHILD = """
+import os, torch
+from autohete import _C
+
+MIB = 1 << 20
+
+def empty():
+    return torch.empty(MIB, dtype=torch.uint8)
+
+parents = _C.HostMachine(gpu_mem=8 * MIB, cpu_mem=MIB)
+parents.charge_activations(True)
+inherited = [empty(), empty()]
+child = os.fork()
+if child == 0:
+    empty()  # of the parent's pass: not counted here
+    assert parents.waiting_bytes() == 0
+    own = _C.HostMachine(gpu_mem=8 * MIB, cpu_mem=MIB)
+    own.charge_activations(True)
+    kept = [empty(), empty(), empty()]
+    inherited.clear()
+    assert own.device_used() == 3 * MIB, own.device_used()
+    kept.clear()
+    assert own.device_used() == 0
+    assert own.waiting_bytes() == 3 * MIB
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert parents.device_used() == 2 * MIB
+inherited.clear()
+assert parents.device_used() == 0
+"""
+
+
+def test_a_forked_child_counts_what_is_its_own() -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", _CHILD], timeout=120)
+    assert done.returncode == 0
