@@ -172,10 +172,10 @@ std::shared_ptr<ActivationAccount> set_activation_account(
   // Installed once and for good: tensors may outlive any engine. It does nothing outside a scope.
   static std::once_flag installed;
   std::call_once(installed, [] {
+    books = new Books;  // before anybody frees by way of it
     base_allocator = c10::GetCPUAllocator();
     static BudgetAllocator& allocator = *new BudgetAllocator;
     c10::SetCPUAllocator(&allocator, /*priority=*/100);
-    books = new Books;
     pthread_atfork(nullptr, nullptr, &begin_anew_in_child);
   });
   if (account && account->num_forks != num_forks) account.reset();
