@@ -75,7 +75,9 @@ class GradientExchange:
         self._alone: set[int] = set()  # units with gradients of this rank only (no_sync)
         self._broken: str | None = None
         self.seconds = 0.0
-        """Spent inside of backward so far, waits for other ranks among them."""
+        """Spent on it so far, waits for other ranks among them."""
+        self.packing_seconds = 0.0
+        """Of it, what was not spent waiting."""
         self.wants_plan: Callable[[], bool] = lambda: False
         self.plan_is_due = False
         """Some rank wanted a new plan when the last backward ended; all ranks know."""
@@ -91,11 +93,9 @@ class GradientExchange:
             return
         if unit not in self._late:
             self._left.add(unit)
-        start = time.perf_counter()
         while self._next < len(self.order) and self.order[self._next] in self._left:
             self._send_next()
         self._land(self._in_flight)
-        self.seconds += time.perf_counter() - start
 
     def finish(self) -> None:
         """Backward is over: exchange what is left, and what changed behind its exchange."""
@@ -133,6 +133,7 @@ class GradientExchange:
         if not (buckets := self._buckets_now(unit)):
             return
         self._prepare(unit)
+        start = time.perf_counter()
         memory = self._spare.pop() if self._spare else self._make_buffer(buckets)
         sent, offset = _Sent(unit, memory, []), 0
         with torch._C.DisableTorchFunctionSubclass():
@@ -143,17 +144,29 @@ class GradientExchange:
                 work = bucket.start(flat, self._ranks)
                 sent.parts.append((bucket, flat, work))
         self._sent.append(sent)
+        self._count(start, packing=True)
 
     def _land(self, in_flight: int) -> None:
         """Take up what has arrived until at most so many units are on their way."""
         while len(self._sent) > in_flight:
             sent = self._sent.popleft()
             for bucket, flat, work in sent.parts:
+                start = time.perf_counter()
                 self._ranks.wait(work, "the exchange of gradients", self._ranks.exchange)
+                start = self._count(start, packing=False)
                 with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                     bucket.unpack(flat)
+                self._count(start, packing=True)
             self._spare.append(sent.memory)
             self._arrived(sent.unit)
+
+    def _count(self, start: float, *, packing: bool) -> float:
+        """Add what has passed since; return the time."""
+        now = time.perf_counter()
+        self.seconds += now - start
+        if packing:
+            self.packing_seconds += now - start
+        return now
 
     def _buckets_now(self, unit: int) -> list[Bucket]:
         """The unit's buckets, made anew when parameters were frozen or thawed since."""
@@ -183,8 +196,10 @@ class GradientExchange:
         marks = torch.zeros(len(self.order) + 1, dtype=torch.uint8, device="cpu")
         marks[list(units)] = 1
         marks[-1] = int(self.wants_plan())
+        start = time.perf_counter()
         work = dist.all_reduce(marks, dist.ReduceOp.MAX, group=self._ranks.host, async_op=True)
         self._ranks.wait(work, "the end of backward", self._ranks.host)
+        self._count(start, packing=False)
         *of_units, plan = marks.tolist()
         self.plan_is_due = self.plan_is_due or bool(plan)
         return {unit for unit, mark in enumerate(of_units) if mark}
@@ -242,6 +257,10 @@ class GradientExchange:
                 f"autohete: {self._broken}, so the ranks do not agree any more what comes next; "
                 "start again from the last checkpoint"
             )
+
+    def exchanged_bytes(self) -> int:
+        """Bytes of all gradients that each backward exchanges."""
+        return sum(bucket.nbytes for buckets in self._buckets for bucket in buckets)
 
     def device_bytes(self) -> int:
         """Bytes that the exchange needs on the device beside the gradients of the unit it is at."""

@@ -125,8 +125,7 @@ class StepMeter:
 
     def _clock(self) -> float:
         """Seconds that did not pass in waits: those are the links', the CPU's and the ranks'."""
-        counters = self._engine.counters()
-        waited = sum(float(v) for k, v in counters.items() if k.startswith("wait_"))
+        waited = float(self._engine.counters()["wait_seconds"])
         if self._exchanged is not None:
             waited += self._exchanged()
         return self._side.clock() - waited

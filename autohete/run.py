@@ -416,14 +416,18 @@ class Run:
     def _follow(self, size: Size) -> None:
         """Go over to the plan that the inputs and the steps measured so far speak for."""
         forwards_wait, self._forwards_wait = self._forwards_wait, True
-        if forwards_wait and self.user_checkpoints:
-            return  # what is recomputed for them later has to save what they did not
+        if not (forwards_wait and self.user_checkpoints):
+            self._change_what_is_due(size)
+        # else what is recomputed for them later has to save what they did not
+        self.plans.time_a_step(size, self.num_steps, self._in_a_step or forwards_wait)
+
+    def _change_what_is_due(self, size: Size) -> None:
         due = self.exchange.plan_is_due if self.exchange else self.plans.is_measured()
         if due and self.num_steps and not self._in_a_step:
             if self.exchange:
                 self.exchange.plan_is_due = False
             persist = any(p.grad is not None for unit in self.units for p in unit.parameters)
-            self._change_plan(lambda: self.plans.decide(persist))
+            self._change_plan(lambda: self.plans.decide(persist, self.num_steps))
         if self.plans.needs_measuring(size):
             if self.plans.measuring() is None:
                 self._change_plan(lambda: self.plans.measure_next(size))
@@ -432,10 +436,12 @@ class Run:
         elif self.plans.measuring() is None:
             self.plans.use_rules_for(size)
 
-    def _change_plan(self, change: Callable[[], None]) -> None:
+    def _change_plan(self, change: Callable[[], bool | None]) -> None:
+        """Make a change at rest; one that returns False has changed nothing."""
         self.synchronize()
         self.bridge.adopt_states()  # the user may have cleared or replaced them
-        change()
+        if change() is False:
+            return
         self.bridge.publish_states()
         self.early.plan_changed()
         self.step_seconds.clear()
@@ -597,6 +603,7 @@ class Run:
                 self._guard_gradients(index)
         for index in self._unguarded:
             self.settle(index)
+        self.plans.step_over()
         self._count_step()
 
     def bring_device_parts(self) -> None:

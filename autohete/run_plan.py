@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
@@ -39,12 +40,15 @@ from autohete.planning import (
 from autohete.rank_plans import agree_on_plan, everywhere, merged_profile
 from autohete.rank_rates import measured_rates, stated_rates
 from autohete.recompute_rules import rules_for
-from autohete.sized_profiles import Size, SizedProfiles, bucket_of, upper_of
+from autohete.sized_profiles import Size, SizedProfiles, bucket_of, same_bytes, upper_of
 from autohete.stepping import OptimizerBridge
 from autohete.units import Unit
+from autohete.warm_steps import WarmStep, WarmSteps
 
 _log = logging.getLogger("autohete")
 _RESERVE_PER_REFUSAL = 0.05  # of gpu_mem, left free after memory ran out under a plan that fits
+_SETTLING = 1  # steps under a first plan before one is timed
+_WORTH_MOVING = 0.97  # a plan that takes so much of the time of the one in use
 
 
 class RunPlan:
@@ -77,6 +81,9 @@ class RunPlan:
         self.num_replans = 0
         self.replan_seconds = 0.0
         self._meter: StepMeter | None = None
+        self._warm: WarmSteps | None = None
+        self._made_for = 0  # bytes of the device; on the rank that makes plans
+        self._gated = True  # the plan in use was made for updates that start at step()
         self._hardware: _C.HardwareProfile | None = None
         self._rates: _C.RankProfile | None = None  # among the ranks
         self._sized = SizedProfiles()
@@ -104,12 +111,19 @@ class RunPlan:
         return self._recomputed[index]
 
     def measuring(self) -> StepMeter | None:
-        """The meter, while the first step is being measured."""
-        return None if self._meter is None or self._meter.complete else self._meter
+        """The meter, while a first step is being measured or a later one timed."""
+        if self._meter is None:
+            return self._warm.timing() if self._warm else None
+        return None if self._meter.complete else self._meter
+
+    def _measures_all(self) -> bool:
+        return self._meter is not None and not self._meter.complete
 
     def left_by_an_exception(self) -> None:
         """A forward or backward ended early; for want of memory, maybe."""
-        if self.measuring():
+        if self._warm:
+            self._warm.left_by_an_exception()
+        if self._measures_all():
             self._meter = self._new_meter()
         if self._follows_inputs():
             refusals = self._side.num_refusals()
@@ -122,8 +136,24 @@ class RunPlan:
         return StepMeter(self._side, self._units, self._engine, exchanged)
 
     def is_measured(self) -> bool:
-        """Whether a step was measured and nothing was decided from it yet."""
-        return self._meter is not None and self._meter.complete
+        """Whether a step was measured or timed and nothing was decided from it yet."""
+        timed = self._warm is not None and self._warm.are_over()
+        return timed or (self._meter is not None and self._meter.complete)
+
+    def time_a_step(self, size: Size, num_steps: int, goes_on: bool) -> None:
+        """Time the pass that begins, where it is one to time.
+
+        Args:
+            num_steps: taken so far.
+            goes_on: something of its step has run before it.
+        """
+        if self._warm and (goes_on or size == self._size):
+            self._warm.forward_begins(num_steps, goes_on)
+
+    def step_over(self) -> None:
+        """step() is about to return."""
+        if self._warm:
+            self._warm.step_over()
 
     def watch(self) -> StepMeter:
         """Measure the next pass under the plan as it is; nothing is decided from it."""
@@ -180,25 +210,34 @@ class RunPlan:
                 format_bytes(peak), peak, format_bytes(room),
             )  # fmt: skip
 
-    def decide(self, gradients_persist: bool) -> None:
-        """Make a plan from the measured step and apply it; stay where none is better.
+    def decide(self, gradients_persist: bool, num_steps: int) -> bool:
+        """Make a plan from the measured or timed step and apply it; stay where none is better.
 
         Of several ranks all call it, those too whose inputs brought nothing new.
 
         Args:
             gradients_persist: gradients of the last step are still there.
+            num_steps: taken so far.
+
+        Returns: whether the plan is another one now.
         """
         first = self.plan is None
         start = time.perf_counter()
-        if self.is_measured():
+        if self._meter is not None and self._meter.complete:
             self._absorb(gradients_persist)
+        elif self._warm is not None and self._warm.are_over():
+            self._absorb_seconds(self._warm)
         if first:
             self.plan = self._safest()
+        changed = False
         if self._bridge.native and self._units:
-            self._plan_for_the_largest()
-        if not first:
+            changed = self._plan_for_the_largest()
+            if first and self.plan is not None and self.plan.strategy != "safest":
+                self._warm = WarmSteps(self._new_warm_step, num_steps + _SETTLING)
+        if changed and not first:
             self.num_replans += 1
             self.replan_seconds += time.perf_counter() - start
+        return changed
 
     def _absorb(self, gradients_persist: bool) -> None:
         """Turn what the meter saw into a profile for its size."""
@@ -209,43 +248,82 @@ class RunPlan:
         self._sized.add(self._size, profile)
         self._rules.clear()
 
-    def _plan_for_the_largest(self) -> None:
+    def _new_warm_step(self) -> WarmStep:
+        return WarmStep(self._side, self._units, self._engine, self._exchange)
+
+    def _absorb_seconds(self, warm: WarmSteps) -> None:
+        self._warm = None
+        self._sized.add(self._size, warm.refined(self._sized.measured_at(self._size)))
+        self._rules.clear()
+        if self._rates is not None:
+            warm.refine_rates(self._rates)
+
+    def _plan_for_the_largest(self) -> bool:
+        """Return whether another plan is in use now."""
         profile = self._largest_profile()
         if self._ranks:
             profile.ranks = self._rates = self._rates or self._rates_among(self._ranks)
-        self.profile = merged_profile(self._ranks, profile)
+        before, self.profile = self.profile, merged_profile(self._ranks, profile)
+        only_seconds = before is not None and same_bytes(before, self.profile)
+
+        def make(profile: _C.Profile, plannable: int) -> Plan:
+            plan, before = self._make_plan(profile, plannable), self._made_for
+            self._made_for = plannable
+            stays = only_seconds and plannable == before
+            return self._stay_unless_worth_it(plan, profile) if stays else plan
+
         safest = self._safest()
         try:
-            plan = self._agree(self.profile)
+            plan = self._agree(self.profile, make)
+            if only_seconds and self.placements == list(plan.units):
+                self.plan = plan
+                _log.info(
+                    "autohete: a later step was timed: %.3g s a step expected", plan.step_seconds
+                )
+                self._keep()
+                return False
             everywhere(self._ranks, lambda: self._apply(plan))
         except InfeasibleError as error:
             # The safest plan has just run within the budget: the estimate is on the safe side.
             _log.warning("autohete: %s; going on with the plan of the first step", error)
             self._stay_safe(safest)
-            return
+            return True
         except torch.OutOfMemoryError as error:
             _log.warning("autohete: %s; going on with the plan of the first step", error)
             self._stay_safe(safest)
-            return
+            return True
         self.plan = plan
         self._advise(self.profile)
         self._refusals = self._side.num_refusals()
         self._side.reset_peak()
         _log.info("autohete: planned: %s", summarise_plan(plan))
-        first = self._ranks is None or self._ranks.rank == 0
-        if first:
-            self._kept.write(self.profile, plan)
+        self._keep()
+        return True
 
-    def _agree(self, profile: _C.Profile) -> Plan:
+    def _keep(self) -> None:
+        if self._ranks is None or self._ranks.rank == 0:
+            assert self.profile is not None and self.plan is not None
+            self._kept.write(self.profile, self.plan)
+
+    def _stay_unless_worth_it(self, plan: Plan, profile: _C.Profile) -> Plan:
+        """The plan in use, predicted anew, unless the other is shorter by more than noise."""
+        if self.plan is None or self.plan.strategy != plan.strategy:
+            return plan
+        now, policy = Plan(self.plan), _C.policy_of(plan.strategy)
+        policy.gated = policy.gated and self._gated
+        _C.predict_plan(profile, now, policy)
+        return plan if plan.step_seconds < _WORTH_MOVING * now.step_seconds else now
+
+    def _agree(self, profile: _C.Profile, make: Callable[[_C.Profile, int], Plan]) -> Plan:
         """Make a plan with all ranks; where memory is short, for an exchange without overlap."""
         try:
-            return agree_on_plan(self._ranks, profile, self._plannable(), self._make_plan)
+            return agree_on_plan(self._ranks, profile, self._plannable(), make)
         except InfeasibleError:
             saved = self._exchange.do_without_overlap() if self._exchange else 0
             if not saved:
                 raise
             profile.fixed_device_bytes -= saved
-            return agree_on_plan(self._ranks, profile, self._plannable(), self._make_plan)
+            return agree_on_plan(self._ranks, profile, self._plannable(), make)
 
     def _stay_safe(self, safest: Plan) -> None:
         if self.placements != list(safest.units):
@@ -266,7 +344,7 @@ class RunPlan:
         """Whether inputs of this size may need more than the plan was made for."""
         if self._pressed:
             return True
-        if self.measuring() is not None:
+        if self._measures_all():
             return not self._follows_inputs()
         return self._follows_inputs() and not self._sized.covers(size)
 
@@ -276,7 +354,7 @@ class RunPlan:
         Raises:
             torch.OutOfMemoryError: it will not fit under any.
         """
-        self._size = size
+        self._size, self._warm = size, None
         if not self._follows_inputs():
             return  # the first step is under the safest plan as it is
         start = time.perf_counter()
@@ -377,6 +455,7 @@ class RunPlan:
 
     def _make_plan(self, profile: _C.Profile, plannable: int) -> Plan:
         def made(gated: bool) -> Plan:
+            self._gated = gated
             profile.speculates = not gated and self._config.early_updates != "in_place"
             return make_plan(
                 profile,

@@ -62,7 +62,8 @@ class RunReport:
     d2h_share: float | None = None
     cpu_share: float | None = None
     num_replans: int = 0
-    """Plans made after the first one: for larger inputs, or after memory had run out."""
+    """Plans made after the first one: for larger inputs, after memory had run out, or as later
+    steps took other times than the first."""
     replan_seconds: float = 0.0
     """What they took, moving included; the steps measured for them are steps like any other."""
     details: RunDetails | None = field(default=None, repr=False, compare=False)

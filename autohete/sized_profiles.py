@@ -161,3 +161,11 @@ def upper_of(one: _C.Profile, other: _C.Profile) -> _C.Profile:
     profile.outside_seconds = max(one.outside_seconds, other.outside_seconds)
     profile.gradients_persist = one.gradients_persist or other.gradients_persist
     return profile
+
+
+def same_bytes(one: _C.Profile, other: _C.Profile) -> bool:
+    """Whether two profiles of one model differ in seconds and rates only."""
+    alike = zip(one.units, other.units, strict=True)
+    return one.fixed_device_bytes == other.fixed_device_bytes and all(
+        getattr(a, name) == getattr(b, name) for a, b in alike for name in _GROWING
+    )

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import os
 import statistics
 import tempfile
@@ -139,7 +140,7 @@ def measure(rank: int, options: argparse.Namespace, store: str) -> None:
         whole_gradients=not options.own_rows,
     )
     for step in (peer, mixed, own):  # the first steps are measured for a plan, and warm up
-        for _ in range(4):
+        for _ in range(10):
             step()
     trained.synchronize()
     updates.synchronize()
@@ -164,19 +165,44 @@ def measure(rank: int, options: argparse.Namespace, store: str) -> None:
             seconds[name].append((time.perf_counter() - start) / options.steps)
     if rank == 0:
         show(options, model, seconds, trained)
-        show_hidden(before, trained)
+        show_hidden("rounds", before, trained)
+    before = trained.run.engine.counters()  # type: ignore[union-attr]
+    steady = steady_seconds(own, options.steady)
+    if rank == 0:
+        show_hidden("in a row", before, trained)
+        show_prediction(steady, trained)
     dist.barrier()
     trained.unwrap()
     dist.destroy_process_group()
 
 
-def show_hidden(before: dict[str, Any], trained: AutoHeteWrapper) -> None:
+def steady_seconds(step: Step, count: int) -> list[float]:
+    """Each of so many steps in a row, from one's end to the next one's: what is predicted."""
+    dist.barrier()
+    ends = []
+    for _ in range(count + 2):
+        step()
+        ends.append(time.perf_counter())
+    return [b - a for a, b in itertools.pairwise(ends[1:])]
+
+
+def show_prediction(steady: list[float], trained: AutoHeteWrapper) -> None:
+    """A step among others; the rounds above begin and end at rest."""
+    measured = statistics.median(steady)
+    predicted = trained.report().step_seconds_predicted
+    print(f"ours, {len(steady)} in a row {measured * 1e3:8.1f} ms   from {min(steady) * 1e3:.1f}")
+    if predicted:
+        print(f"predicted        {predicted * 1e3:8.1f} ms   {predicted / measured - 1:+.1%}")
+
+
+def show_hidden(of_what: str, before: dict[str, Any], trained: AutoHeteWrapper) -> None:
     now = trained.run.engine.counters()  # type: ignore[union-attr]
     busy = now["cpu_busy_seconds"] - before["cpu_busy_seconds"]
     waited = now["wait_update_seconds"] - before["wait_update_seconds"]
     if busy > 0:
         print(
-            f"updates: busy {busy:.3f} s, waited for {waited:.3f} s: hidden {1 - waited / busy:.2f}"
+            f"updates, {of_what}: busy {busy:.3f} s, waited for {waited:.3f} s: "
+            f"hidden {1 - waited / busy:.2f}"
         )
 
 
@@ -272,10 +298,6 @@ def show(
     print(f"fsdp2 with our updates / fsdp2 {median_ratio(seconds['fsdp2, our updates'], peer):.3f}")
     share = median_ratio(seconds["fsdp2 optimizer"], peer)
     print(f"optimizer's share of fsdp2's step s = {share:.2f}")
-    report = trained.report()
-    predicted = report.step_seconds_predicted
-    if predicted:
-        print(f"predicted        {predicted * 1e3:8.1f} ms")
     print({k: round(v, 3) for k, v in trained.run.engine.counters().items()})  # type: ignore[union-attr]
 
 
@@ -300,6 +322,9 @@ def main() -> None:
     parser.add_argument("--link", type=float, default=0.0, help="bytes a second each way, with --r")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument(
+        "--steady", type=int, default=16, help="steps in a row that the prediction is held against"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(measure, (options, f"{folder}/store"), nprocs=options.ranks)  # type: ignore[no-untyped-call]

@@ -40,7 +40,7 @@ class FakeEngine:
         return self.gradients
 
     def counters(self) -> dict[str, Any]:
-        return {"wait_upload_seconds": self.waited}
+        return {"wait_seconds": self.waited, "wait_upload_seconds": self.waited}
 
 
 def meter_of(num_units: int) -> tuple[FakeSide, StepMeter]:
