@@ -365,6 +365,7 @@ class HardwareProfile:
     def link_latency_seconds(self, arg0: typing.SupportsFloat | typing.SupportsIndex) -> None:
         ...
 class RankProfile:
+    early_gathers: bool
     own_gradients: bool
     @typing.overload
     def __init__(self) -> None:

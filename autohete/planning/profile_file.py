@@ -55,6 +55,7 @@ _HARDWARE_FIELDS: dict[str, type] = {
 _RANK_FIELDS: dict[str, type] = {
     "num_ranks": int,
     "own_gradients": bool,
+    "early_gathers": bool,
     "exchange_bytes_per_second": float,
     "gather_bytes_per_second": float,
     "device_gather_bytes_per_second": float,
@@ -118,8 +119,9 @@ def profile_from_dict(data: Any, where: str = "profile") -> _C.Profile:
     _set_fields(hardware, rates, _HARDWARE_FIELDS, f"{where}.hardware")
     profile.hardware = hardware
     ranks = _C.RankProfile()
-    _check_keys(data["ranks"], set(_RANK_FIELDS), f"{where}.ranks")
-    _set_fields(ranks, data["ranks"], _RANK_FIELDS, f"{where}.ranks")
+    among = _with_later_fields(data["ranks"], early_gathers=False)
+    _check_keys(among, set(_RANK_FIELDS), f"{where}.ranks")
+    _set_fields(ranks, among, _RANK_FIELDS, f"{where}.ranks")
     profile.ranks = ranks
     profile.units = [
         _unit_from_dict(unit, f"{where}.units[{i}]")

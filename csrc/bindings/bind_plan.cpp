@@ -71,6 +71,7 @@ void bind_data(py::module_& module) {
       .def(py::init<const RankProfile&>(), py::arg("other"))  // a copy
       .def_readwrite("num_ranks", &RankProfile::num_ranks)
       .def_readwrite("own_gradients", &RankProfile::own_gradients)
+      .def_readwrite("early_gathers", &RankProfile::early_gathers)
       .def_readwrite("exchange_bytes_per_second", &RankProfile::exchange_bytes_per_second)
       .def_readwrite("gather_bytes_per_second", &RankProfile::gather_bytes_per_second)
       .def_readwrite("device_gather_bytes_per_second", &RankProfile::device_gather_bytes_per_second)

@@ -63,6 +63,7 @@
 //   T >= sum o R
 //   T >= (m-1)sum(F+B) + sum B + later F + o f + earlier(o R) + y(R+H')
 //   T >= (m-1)sum(F+B) + sum B + later F + y f + earlier and own(o R) + y H'
+//   (with early gathers these two as the ungated ones, X = R)
 // The objective is T + 1e-6 (sum of counts) / (sum of units): of equal times, the smaller counts.
 //
 // Numbers are scaled: bytes by device_scale / host_scale, seconds by time_scale.

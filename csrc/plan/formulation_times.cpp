@@ -146,9 +146,13 @@ class TimeRows : RowWriter {
     at_least(out_.step, last);
   }
 
-  // Gathers wait for the end of backward, whatever updates do.
+  // Gathers wait for the end of backward, whatever updates do; early ones for the update.
   void add_gather_loop(int g) {
     const UnitSeconds& layer = of_layer(g);
+    if (profile_.ranks.early_gathers && !options_.gated) {
+      const double loop = layer.download + layer.cpu_update + layer.gather + layer.upload_update;
+      return add_first_and_last(g, false, Work::kGather, loop);
+    }
     add_first_and_last(g, true, Work::kGather, layer.gather + layer.upload_update);
   }
 

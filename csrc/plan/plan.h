@@ -58,6 +58,8 @@ struct HardwareProfile {
 struct RankProfile {
   int num_ranks = 1;
   bool own_gradients = false;  // each averages the gradients of its rows only; those leave
+  // Updated rows are brought together as they are ready, not from step() on. This engine waits.
+  bool early_gathers = false;
   // Collectives, in bytes of a whole unit's gradients or trainable parameters, whatever moves for
   // them: gradients averaged; parts brought together on the host and on the device. Each takes its
   // latency too.

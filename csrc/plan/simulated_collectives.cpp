@@ -23,14 +23,27 @@ bool SimulatedCollectives::start_exchange() {
   return true;
 }
 
+void SimulatedCollectives::updated(int unit) {
+  if (state_.early_gathers) updated_.insert({state_.key(unit), unit});
+}
+
 bool SimulatedCollectives::start_gather() {
   const auto& units = state_.host_updated;
   if (!state_.exchanges || units.empty() || state_.lanes[SimulatedLane::kGather].busy) return false;
+  if (state_.early_gathers) {
+    if (updated_.empty()) return false;
+    begin_gather(updated_.extract(updated_.begin()).value().second);
+    return true;
+  }
   const int k = units[num_gathered_ % units.size()];
   const int step = num_gathered_ / static_cast<int>(units.size());
   if (step >= state_.gates_open || state_.units[k].own_updates <= step) return false;
-  state_.lanes.begin(SimulatedLane::kGather, k, "gather", state_.units[k].seconds.gather);
+  begin_gather(k);
   return true;
+}
+
+void SimulatedCollectives::begin_gather(int k) {
+  state_.lanes.begin(SimulatedLane::kGather, k, "gather", state_.units[k].seconds.gather);
 }
 
 }  // namespace autohete

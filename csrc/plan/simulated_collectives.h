@@ -25,15 +25,22 @@ class SimulatedCollectives {
   bool start_exchange();
   void end_exchange() { ++num_exchanged_; }
 
-  // All ranks gather in one order, whatever is ready first.
+  // This rank's rows are updated, and so are the other ranks'.
+  void updated(int unit);
+
+  // All ranks gather in one order: once the step is taken smallest unit first, whatever is ready
+  // first; early, the smallest one that is ready.
   bool start_gather();
   void end_gather() { ++num_gathered_; }
 
  private:
+  void begin_gather(int unit);
+
   SimulatedState& state_;
   std::deque<int> sent_;           // units whose gradients are not taken up yet
   std::size_t num_exchanged_ = 0;  // of those, the first ones
   int num_gathered_ = 0;           // over all steps
+  SimulatedQueue updated_;         // early: not gathered yet
 };
 
 }  // namespace autohete

@@ -49,6 +49,7 @@ SimulatedState::SimulatedState(const Profile& profile, const Plan& plan,
                                const SimulationPolicy& order)
     : policy(order),
       exchanges(profile.ranks.num_ranks > 1),
+      early_gathers(profile.ranks.early_gathers),
       units(units_at_rest(profile, plan)),
       host_updated(updated_on(units, true)),
       walk(static_cast<int>(units.size()), updated_on(units, false),

@@ -77,7 +77,8 @@ class SimulatedState {
   }
 
   const SimulationPolicy policy;
-  const bool exchanges;  // there are several ranks
+  const bool exchanges;      // there are several ranks
+  const bool early_gathers;  // see RankProfile
   std::vector<SimulatedUnit> units;
   std::vector<int> host_updated;
   SimulatedWalk walk;

@@ -132,7 +132,8 @@ class Simulator {
   }
   void end_update(int k) {
     ++state_.units[k].own_updates;
-    if (!state_.exchanges) uploads_.updated(k);
+    if (!state_.exchanges) return uploads_.updated(k);
+    collectives_.updated(k);
   }
   void end_gather(int k) {
     collectives_.end_gather();

@@ -16,7 +16,8 @@
 // Several ranks are alike, so one is simulated, with two lanes more. In a step's last backward a
 // unit's gradients are averaged (exchange) when it has left, one unit at a time; the next backward
 // but one waits for them and takes them up, and backward is over when all are. A unit's other rows
-// follow its update (gather), once the step is taken, smallest unit first whatever is ready.
+// follow its update (gather), once the step is taken, smallest unit first whatever is ready, or
+// early, the smallest one that is ready.
 #pragma once
 
 #include <cstddef>

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,6 +111,23 @@ def test_gathers_follow_the_step_smallest_unit_first(gated: bool) -> None:
         assert gathers[3 * step_index].start_seconds >= end
 
 
+def test_early_gathers_follow_their_updates() -> None:
+    seconds, first = {}, {}
+    for early in (False, True):
+        profile = among(ranks_of(gather_bytes_per_second=2.0, early_gathers=early), num_layers=6)
+        hardware = profile.hardware
+        hardware.cpu_params_per_second = FAST
+        profile.hardware = hardware
+        plan = plan_of(profile, state=set(range(6)))
+        simulation = _C.simulate(profile, plan, policy(gated=False, early_uploads=True), True)
+        seconds[early] = simulation.step_seconds
+        gather = next(s for s in simulation.spans if s.what == "gather")
+        backward = next(s for s in simulation.spans if s.what == "backward" and s.unit == 0)
+        first[early] = (gather.unit, gather.start_seconds < backward.end_seconds)
+    assert first == {False: (0, False), True: (5, True)}
+    assert seconds[True] < seconds[False]
+
+
 def test_only_the_last_backward_of_a_step_exchanges() -> None:
     profile = among(ranks_of(exchange_bytes_per_second=4.0))
     profile.gradient_accumulation_steps = 3
@@ -134,7 +152,7 @@ def test_what_shares_cores_with_a_collective_slows_down() -> None:
 # ------------------------------------------------------------------- at random
 
 
-def random_ranks(rng: random.Random, scale: float) -> _C.RankProfile:
+def random_ranks(rng: random.Random, scale: float, **more: Any) -> _C.RankProfile:
     """Rates within two powers of ten of `scale`."""
 
     def rate() -> float:
@@ -148,13 +166,14 @@ def random_ranks(rng: random.Random, scale: float) -> _C.RankProfile:
         exchange_latency_seconds=rng.choice([0.0, 1e-4]),
         gather_latency_seconds=rng.choice([0.0, 1e-4]),
         pack_bytes_per_second=100 * scale,
+        **more,
     )
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_no_step_is_shorter_than_a_lane_is_busy(seed: int) -> None:
     profile, plan, order = random_case(seed)
-    profile.ranks = random_ranks(random.Random(seed), 1e7)
+    profile.ranks = random_ranks(random.Random(seed), 1e7, early_gathers=seed % 2 == 1)
     simulation = _C.simulate(profile, plan, order, True)
     lanes = _C.lane_seconds(profile, plan)
     for lane in ("compute", "cpu", "d2h", "exchange", "gather"):
@@ -184,14 +203,15 @@ def test_of_one_rank_no_rate_among_ranks_counts(seed: int) -> None:
     assert _C.simulate(profile, plan, order).step_seconds == alone
 
 
-def errors(gated: bool, seed: int, num_plans: int) -> np.ndarray:
+def errors(gated: bool, early: bool, seed: int, num_plans: int) -> np.ndarray:
     """Of the formula against the simulator, relative."""
     rng = random.Random(seed)
     order = policy(gated=gated, steps=8)
     found = []
     for _ in range(num_plans):
         profile = random_gpt(rng)
-        profile.ranks = random_ranks(rng, 10 ** rng.uniform(9, 10.5))
+        scale = 10 ** rng.uniform(9, 10.5)
+        profile.ranks = random_ranks(rng, scale, early_gathers=early)
         counts = as_counts(random_point(profile, rng))
         options = _C.PlannerOptions(gated=gated)
         formulation = _C.formulate(profile, _C.Budgets(UNLIMITED, UNLIMITED), options)
@@ -206,11 +226,11 @@ def errors(gated: bool, seed: int, num_plans: int) -> np.ndarray:
     return np.array(found)
 
 
-@pytest.mark.parametrize("gated", [True, False])
-def test_the_formula_predicts_the_simulator(gated: bool) -> None:
-    found = errors(gated, seed=3, num_plans=150)
+@pytest.mark.parametrize(("gated", "early"), [(True, False), (False, False), (False, True)])
+def test_the_formula_predicts_the_simulator(gated: bool, early: bool) -> None:
+    found = errors(gated, early, seed=3, num_plans=150)
     mean, p95 = float(found.mean()), float(np.quantile(found, 0.95))
-    print(f"gated {gated}: mean {mean:.2%}, p95 {p95:.2%}, max {found.max():.2%}")
+    print(f"gated {gated}, early {early}: mean {mean:.2%}, p95 {p95:.2%}, max {found.max():.2%}")
     assert mean <= 0.02
     assert p95 <= 0.08
 
