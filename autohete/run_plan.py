@@ -47,7 +47,6 @@ from autohete.warm_steps import WarmStep, WarmSteps
 
 _log = logging.getLogger("autohete")
 _RESERVE_PER_REFUSAL = 0.05  # of gpu_mem, left free after memory ran out under a plan that fits
-_SETTLING = 1  # steps under a first plan before one is timed
 _WORTH_MOVING = 0.97  # a plan that takes so much of the time of the one in use
 
 
@@ -233,7 +232,7 @@ class RunPlan:
         if self._bridge.native and self._units:
             changed = self._plan_for_the_largest()
             if first and self.plan is not None and self.plan.strategy != "safest":
-                self._warm = WarmSteps(self._new_warm_step, num_steps + _SETTLING)
+                self._warm = WarmSteps(self._new_warm_step, num_steps)
         if changed and not first:
             self.num_replans += 1
             self.replan_seconds += time.perf_counter() - start
@@ -253,10 +252,13 @@ class RunPlan:
 
     def _absorb_seconds(self, warm: WarmSteps) -> None:
         self._warm = None
-        self._sized.add(self._size, warm.refined(self._sized.measured_at(self._size)))
-        self._rules.clear()
         if self._rates is not None:
             warm.refine_rates(self._rates)
+        assert self.plan is not None
+        profile = _C.Profile(self._sized.measured_at(self._size))
+        profile.ranks = self._rates or profile.ranks
+        self._sized.add(self._size, warm.refined(profile, self.plan))
+        self._rules.clear()
 
     def _plan_for_the_largest(self) -> bool:
         """Return whether another plan is in use now."""

@@ -2,7 +2,7 @@
 
 It makes threads and handles, loads kernels and meets memory that nobody has touched, and it runs
 under the plan that needs least. Its bytes hold; its seconds are taken from a few steps that come
-when the plan has been in use for one (decision 6). They are steps like any other.
+when the plan has been in use for a few (decision 6). They are steps like any other.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from autohete.exchange import GradientExchange
 from autohete.measure import StepMeter, UnitMeasure
 from autohete.units import Unit
 
+_AT_ONCE = 1e18  # bytes per second
 _TIMES = ("forward_seconds", "backward_seconds", "recompute_seconds")
 
 
@@ -51,6 +52,8 @@ class WarmStep(StepMeter):
         if self._exchange:
             self._packed = -self._exchange.packing_seconds
         self.has_begun = False
+        self.loop_seconds: float | None = None
+        """From the forward to the end of step(), without waits and exchange; None: not known."""
 
     def begin(self) -> None:
         super().begin()
@@ -68,7 +71,7 @@ class WarmStep(StepMeter):
             one_pass: no other forward has run since this one.
         """
         if one_pass and self._counts_the_loop:
-            self._seconds = self._clock() - self._begin[0]
+            self.loop_seconds = self._clock() - self._begin[0]
         if self._exchange:
             self._packed += self._exchange.packing_seconds
 
@@ -82,11 +85,12 @@ class WarmStep(StepMeter):
 class WarmSteps:
     """As many steps as are timed: whatever else the machine does falls on one of them, say."""
 
+    SETTLING = 3  # steps under a plan before: the second copies of early updates are new, say
     NUM = 5
 
-    def __init__(self, make: Callable[[], WarmStep], from_step: int) -> None:
+    def __init__(self, make: Callable[[], WarmStep], num_steps: int) -> None:
         self._make = make
-        self._from_step = from_step
+        self._from_step = num_steps + self.SETTLING
         self._over: list[WarmStep] = []
         self._current: WarmStep | None = None
         self._one_pass = True
@@ -120,8 +124,8 @@ class WarmSteps:
     def are_over(self) -> bool:
         return len(self._over) == self.NUM
 
-    def refined(self, profile: _C.Profile) -> _C.Profile:
-        """Return a first step's profile with these ones' seconds."""
+    def refined(self, profile: _C.Profile, plan: _C.Plan) -> _C.Profile:
+        """Return a first step's profile with the seconds of these, which were under a plan."""
         better = _C.Profile(profile)
         units = [_C.UnitProfile(unit) for unit in profile.units]
         for kind in {unit.kind for unit in units}:
@@ -131,6 +135,10 @@ class WarmSteps:
                 _take_seconds(units[i], [measure for measure in seen if measure.calls])
         better.units = units
         better.outside_seconds = median(step.outside_seconds() for step in self._over)
+        loops = [step.loop_seconds for step in self._over if step.loop_seconds is not None]
+        if loops:
+            inside = _seconds_inside(better, plan)
+            better.outside_seconds = max(median(loops) - inside, better.outside_seconds)
         return better
 
     def refine_rates(self, rates: _C.RankProfile) -> None:
@@ -139,6 +147,17 @@ class WarmSteps:
         if packed:
             rates.pack_bytes_per_second = median(packed)
             rates.compute_share_during_collective = 1.0  # it is in the seconds of these steps
+
+
+def _seconds_inside(profile: _C.Profile, plan: _C.Plan) -> float:
+    """What of a step's compute is the units', updates on the device among it, packing is not."""
+    inside = _C.Profile(profile)
+    inside.outside_seconds = 0.0
+    if inside.ranks.num_ranks > 1:
+        ranks = inside.ranks
+        ranks.pack_bytes_per_second = _AT_ONCE
+        inside.ranks = ranks
+    return float(_C.lane_seconds(inside, plan)["compute"])
 
 
 def _take_seconds(unit: _C.UnitProfile, seen: list[UnitMeasure]) -> None:

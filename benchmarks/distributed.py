@@ -140,7 +140,7 @@ def measure(rank: int, options: argparse.Namespace, store: str) -> None:
         whole_gradients=not options.own_rows,
     )
     for step in (peer, mixed, own):  # the first steps are measured for a plan, and warm up
-        for _ in range(10):
+        for _ in range(13):
             step()
     trained.synchronize()
     updates.synchronize()

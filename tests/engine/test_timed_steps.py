@@ -17,7 +17,8 @@ from autohete.planning import ActivationRule
 from autohete.warm_steps import WarmSteps
 
 SLOW = 0.03  # seconds that a layer takes longer in a first step
-UNTIL_TIMED = 2 + WarmSteps.NUM  # the first step, one under its plan, and those that are timed
+# The first step, some under its plan, and those that are timed.
+UNTIL_TIMED = 1 + WarmSteps.SETTLING + WarmSteps.NUM
 
 
 def slow_at_first(model: torch.nn.Module) -> dict[str, float]:
