@@ -6,8 +6,10 @@
 The same model, data, ranks and threads, over gloo. All live in the same processes and take turns,
 a few steps each per round, so that whatever else the machine does falls on all. The third is the
 same FSDP2 model whose updates are ours (ShardedUpdates). Printed: medians of the rounds' mean steps
-and of each round's ratios, the share of FSDP2's step that its optimizer takes, the predicted step,
-and how much of what ours does on the CPU lane is hidden: the steps wait for the rest.
+and of each round's ratios, the share of FSDP2's step that its optimizer takes, and how much of what
+ours does on the CPU lane is hidden: the steps wait for the rest. Rounds begin and end with nothing
+on its way. Before them ours takes --steady steps in a row: there a step is what one takes among
+others, and the prediction is held against their median.
 
 With --r both are ours, everything offloaded, in the order of autohete and of ZeRO-Offload (whose
 parameters stay on the device); updates are throttled to r times what a rank computes, links to
@@ -142,6 +144,11 @@ def measure(rank: int, options: argparse.Namespace, store: str) -> None:
     for step in (peer, mixed, own):  # the first steps are measured for a plan, and warm up
         for _ in range(13):
             step()
+    before = trained.run.engine.counters()  # type: ignore[union-attr]
+    steady = steady_seconds(own, options.steady)
+    if rank == 0:
+        show_hidden("in a row", before, trained)
+        show_prediction(steady, trained)
     trained.synchronize()
     updates.synchronize()
     seconds: dict[str, list[float]] = {
@@ -166,11 +173,6 @@ def measure(rank: int, options: argparse.Namespace, store: str) -> None:
     if rank == 0:
         show(options, model, seconds, trained)
         show_hidden("rounds", before, trained)
-    before = trained.run.engine.counters()  # type: ignore[union-attr]
-    steady = steady_seconds(own, options.steady)
-    if rank == 0:
-        show_hidden("in a row", before, trained)
-        show_prediction(steady, trained)
     dist.barrier()
     trained.unwrap()
     dist.destroy_process_group()
