@@ -51,6 +51,7 @@ int TorchEngine::add_unit(const std::string& name, const std::vector<at::Tensor>
   touched_.push_back(false);
   gradients_touched_.push_back(false);
   offers_.emplace_back();
+  more_gradients_.push_back(false);
   return num_units() - 1;
 }
 
@@ -165,6 +166,7 @@ void TorchEngine::release(int index) {
   use_current_stream();
   const bool edited = --users_[index] == 0 && units_[index]->versions() != versions_[index];
   touched_[index] = touched_[index] || edited;
+  if (edited && more_gradients_[index]) withdraw(index);  // it reads what comes home now
   BlockPtr block;
   {
     NoGil no_gil;
@@ -176,6 +178,11 @@ void TorchEngine::release(int index) {
 void TorchEngine::send(int index, bool final, bool at_step, bool averaged) {
   TorchUnit& unit = *units_[index];
   unit.land_held_back();
+  if (more_gradients_[index]) {
+    const bool goes_on = final && !averaged && offers_[index].open;
+    if (goes_on && !unit.changed_while_leaving()) return send_rest(index);
+    settle_leaving(index);
+  }
   if (unit.plan().gradients != Tier::kHost || !unit.has_unsent_gradients()) return;
   if (unit.gradients_leaving()) settle_leaving(index);
   withdraw(index, /*ticking=*/!at_step);
@@ -247,6 +254,7 @@ void TorchEngine::settle_gradients(int index) {
 
 void TorchEngine::settle_leaving(int index) {
   TorchUnit& unit = *units_.at(index);
+  if (more_gradients_[index]) send_no_more(index);
   while (unit.gradients_leaving()) {
     {
       NoGil no_gil;
