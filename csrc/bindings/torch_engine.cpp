@@ -76,6 +76,7 @@ void TorchEngine::configure(const std::vector<UnitPlan>& plans, const EngineOpti
   for (int i = 0; i < num_units(); ++i) settle(i);
   expectation_ = {};
   priority_order_ = options.priority_order;
+  chunk_bytes_ = options.chunk_bytes;
   {
     NoGil no_gil;
     engine_.configure({}, options);  // gives the slots back
@@ -190,6 +191,7 @@ void TorchEngine::send(int index, bool final, bool at_step, bool averaged) {
   if (!unit.gradients_leaving()) return;
   leaving_.push_back(index);
   AheadWork ahead = final ? offer(index) : AheadWork();
+  if (send_in_parts(index, segments, ahead)) return;
   NoGil no_gil;
   engine_.send_gradients(index, std::move(segments), std::move(ahead));
 }

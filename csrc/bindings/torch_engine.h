@@ -137,6 +137,10 @@ class TorchEngine {
 
  private:
   static constexpr int kMaxUnitsLeaving = 2;
+  // The next forward asks for these first, and waits for all that becomes of their gradients: where
+  // they are large, copies and updates take turns part by part, in at most so many parts.
+  static constexpr int kUnitsAtTheTurn = 4;
+  static constexpr std::size_t kMaxParts = 8;
 
   void use_current_stream();
   void point(int unit, const BlockPtr& block);
@@ -144,6 +148,7 @@ class TorchEngine {
   void send(int unit, bool final, bool at_step = false, bool averaged = false);
   void offer_landed(int unit);
   void send_rest(int unit);
+  bool send_in_parts(int unit, std::vector<CopySegment>& segments, AheadWork& ahead);
   void send_no_more(int unit);
   void settle_leaving(int unit);
   struct Offer {
@@ -189,6 +194,7 @@ class TorchEngine {
   std::string broken_promise_;
   bool barrier_ = false;
   bool priority_order_ = true;
+  std::size_t chunk_bytes_ = 0;
   RankOf rank_;
   Share share_;
   std::atomic<std::uint64_t> updates_redone_{0};

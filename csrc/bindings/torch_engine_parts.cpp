@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "csrc/bindings/torch_engine.h"
+#include "csrc/kernels/tile.h"
 
 namespace autohete {
 
@@ -22,6 +23,70 @@ bool is_same(const AdamSpan& a, const AdamSpan& b) {
 bool has(const std::vector<AdamSpan>& spans, const AdamSpan& wanted) {
   return std::any_of(spans.begin(), spans.end(),
                      [&](const AdamSpan& span) { return is_same(span, wanted); });
+}
+
+const void* on(const void* pointer, std::size_t items, DType dtype) {
+  return pointer ? static_cast<const std::byte*>(pointer) + items * item_bytes(dtype) : nullptr;
+}
+void* on(void* pointer, std::size_t items, DType dtype) {
+  return pointer ? static_cast<std::byte*>(pointer) + items * item_bytes(dtype) : nullptr;
+}
+
+// Items [begin, end) of a tensor's span.
+AdamSpan piece_of(const AdamSpan& whole, std::size_t begin, std::size_t end) {
+  AdamSpan piece = whole;
+  piece.numel = end - begin;
+  piece.offset += begin;
+  piece.grad = on(whole.grad, begin, whole.grad_dtype);
+  piece.param_in += begin;
+  piece.param_out += begin;
+  piece.half_in = on(whole.half_in, begin, whole.half_dtype);
+  piece.half_out = on(whole.half_out, begin, whole.half_dtype);
+  for (const void* AdamSpan::* state :
+       {&AdamSpan::exp_avg_in, &AdamSpan::exp_avg_sq_in, &AdamSpan::max_exp_avg_sq_in})
+    piece.*state = on(whole.*state, begin, whole.state_dtype);
+  for (void* AdamSpan::* state :
+       {&AdamSpan::exp_avg_out, &AdamSpan::exp_avg_sq_out, &AdamSpan::max_exp_avg_sq_out})
+    piece.*state = on(whole.*state, begin, whole.state_dtype);
+  return piece;
+}
+
+// Gradients that are copied together, and what is updated when they are there.
+struct Part {
+  std::vector<CopySegment> segments;
+  PlacedSpans update;
+  std::size_t bytes = 0;
+};
+
+// Whole tiles, about part_bytes of gradients each. `segments` are those of spans; a span without
+// one has its gradient on the host.
+std::vector<Part> cut_into_parts(const PlacedSpans& whole, std::vector<CopySegment> segments,
+                                 std::size_t part_bytes) {
+  std::vector<Part> parts(1);
+  for (std::size_t s = 0; s < whole.spans.size(); ++s) {
+    const AdamSpan& span = whole.spans[s];
+    const std::size_t size = item_bytes(span.grad_dtype);
+    const auto segment = std::find_if(segments.begin(), segments.end(),
+                                      [&](const CopySegment& c) { return c.dst == span.grad; });
+    for (std::size_t begin = 0, end; begin < span.numel; begin = end) {
+      const std::size_t taken = parts.back().bytes;
+      if (taken > 0 && taken + kTile * size > part_bytes) parts.emplace_back();
+      Part& part = parts.back();
+      const std::size_t room = (part_bytes - part.bytes) / size / kTile * kTile;
+      end = std::min(span.numel, begin + std::max(room, kTile));
+      part.update.spans.push_back(piece_of(span, begin, end));
+      part.update.positions.push_back(whole.positions[s] + begin);
+      if (segment == segments.end()) continue;
+      part.segments.push_back({static_cast<std::byte*>(segment->dst) + begin * size,
+                               static_cast<const std::byte*>(segment->src) + begin * size,
+                               (end - begin) * size});
+      part.bytes += (end - begin) * size;
+    }
+    if (segment != segments.end()) segments.erase(segment);
+  }
+  // What is left is of no span.
+  parts.back().segments.insert(parts.back().segments.end(), segments.begin(), segments.end());
+  return parts;
 }
 
 }  // namespace
@@ -106,6 +171,30 @@ AheadWork TorchEngine::offer_rest(int index) {
   work.num_parameters = count_parameters(rest.spans);
   work.update = part_of_update(std::move(rest), offer.hash);
   return work;
+}
+
+// False, and nothing is sent, where the unit's gradients are too few or nobody will wait for them.
+// All parts were on the device before the first leaves, so nothing can come in between.
+bool TorchEngine::send_in_parts(int index, std::vector<CopySegment>& segments, AheadWork& ahead) {
+  std::size_t bytes = 0;
+  for (const CopySegment& segment : segments) bytes += segment.bytes;
+  const std::size_t part_bytes = std::max(chunk_bytes_, bytes / kMaxParts + 1);
+  const Offer& offer = offers_[index];
+  if (index >= kUnitsAtTheTurn || bytes < 2 * part_bytes || !ahead.update || offer.in_place ||
+      share_)
+    return false;
+  std::vector<Part> parts = cut_into_parts({offer.spans, units_[index]->hash_positions()},
+                                           std::move(segments), part_bytes);
+  NoGil no_gil;
+  for (Part& part : parts) {
+    const bool more = &part != &parts.back();
+    AheadWork work;
+    if (!more) work.measure = std::move(ahead.measure);
+    work.num_parameters = count_parameters(part.update.spans);
+    work.update = part_of_update(std::move(part.update), offer.hash);
+    engine_.send_gradients(index, std::move(part.segments), std::move(work), more);
+  }
+  return true;
 }
 
 void TorchEngine::send_no_more(int index) {

@@ -281,3 +281,38 @@ def test_the_hook_is_behind_the_half_of_the_bytes_that_come_first():
 def test_a_layer_of_one_parameter_has_no_halves():
     unit = find_units(nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)))[0]
     assert after_the_first(unit) is None
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_large_unit_at_the_turn_goes_in_parts_that_are_one_update(edited, monkeypatch):
+    monkeypatch.setattr(early, "_WORTHWHILE_WAIT", 1e9)  # no halves
+    downloads = {}
+
+    def loop(model, optimizer, step):
+        tokens, targets = batch(step)
+        loss = model(tokens, targets)
+        loss.backward()
+        if isinstance(model, AutoHeteWrapper):
+            tokens_unit, spans = 1, []  # 0 is the positions
+            awaited = "update ahead" if step >= 2 else "download"  # two steps tell what to expect
+            while (tokens_unit, awaited) not in [s[1:3] for s in spans]:
+                spans += model.run.engine.take_timeline()
+            model.run.engine.settle_gradients(tokens_unit)  # a part has begun: the others are, too
+            spans += model.run.engine.take_timeline()
+            downloads[step] = [s[5] for s in spans if s[1:3] == (tokens_unit, "download")]
+        first = next(p for p in model.parameters() if p.shape[0] == 3000)
+        first.grad.data.mul_(2 if edited and step % 2 else 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    counted = compare(
+        loop, build=lambda: make_gpt(layers=2, vocab=3000),
+        prepare=lambda model: model.run.engine.record_timeline(True),
+    )  # fmt: skip
+    assert counted["updates_ahead"] > 0
+    assert (counted["updates_redone"] > 0) == edited
+    whole, parts = downloads[0], downloads[STEPS - 1]
+    assert len(whole) == 1, "of a step whose update is not expected yet"
+    assert len(parts) > 2
+    assert sum(parts) == whole[0]
