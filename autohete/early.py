@@ -54,6 +54,8 @@ class EarlyUpdates:
         self._uses = [0] * num_units  # calls in forward since the last backward
         self._visits_left = [0] * num_units  # of the present backward
         self._first = FirstGradients(run.units, lambda index: run.send_first_gradients(index))
+        # Other systems know layers alone; and what is averaged over ranks goes as it is.
+        self._splits = self._enabled and run.config.strategy == "autohete" and run.ranks is None
         self._halves_until = 0
         self._waited = 0.0  # up to the last step, for updates and uploads
 
@@ -115,7 +117,7 @@ class EarlyUpdates:
         now, self._waited = waited - self._waited, waited
         if run.step_seconds and now > _WORTHWHILE_WAIT * run.step_seconds[-1]:
             self._halves_until = run.num_steps + _STEPS_IN_HALVES
-        wanted = run.num_steps < self._halves_until and run.exchange is None
+        wanted = run.num_steps < self._halves_until
         if wanted and not self._first.installed:
             self._first.install()
         elif not wanted and self._first.installed:
@@ -130,7 +132,7 @@ class EarlyUpdates:
         if self._in_place:
             self._backwards = 0
             return
-        if self._enabled:
+        if self._splits:
             self._split_gradients(counters)
         if self._backwards == self._last_count:
             self._habit = self._backwards

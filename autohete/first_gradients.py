@@ -8,6 +8,7 @@ for the other. Nothing but the time changes: see docs/adr/0008-updates-ahead-of-
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def after_the_first(unit: Unit) -> nn.Parameter | None:
     trained = [p for p in reversed(unit.parameters) if p.requires_grad]
     whole = sum(p.nbytes for p in trained)
     first = 0
-    for parameter, following in zip(trained, trained[1:], strict=False):
+    for parameter, following in pairwise(trained):
         first += parameter.nbytes
         if first >= max(whole / 2, _SMALLEST_BYTES):
             return following if whole - first >= whole / 8 else None

@@ -533,9 +533,11 @@ class Run:
 
     def send_first_gradients(self, index: int) -> None:
         """Backward is in the middle of the unit: what it has of gradients leaves already."""
-        if self._backward_open and self._users[index] == 1 and self.early.in_last_visit(index):
-            if self.engine.send_first_gradients(index):
-                self._guard_gradients(index)
+        in_backward = self._backward_open and self._users[index] == 1
+        if not in_backward or not self.early.in_last_visit(index):
+            return
+        if self.engine.send_first_gradients(index):
+            self._guard_gradients(index)
 
     def send_gradients(self, index: int, final: bool = True, averaged: bool = False) -> None:
         """Backward is through with a call of the unit, the last one if `final`: gradients leave.

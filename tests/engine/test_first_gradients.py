@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-import torch
 from models import batch, make_gpt
 from oracle import adamw, assert_bit_equal, forced_plan, plain_loop, train
 from torch import nn
@@ -207,7 +206,8 @@ def test_checkpoints_of_the_users_give_the_bits_of_plain_training(reentrant):
         x = inner.tokens(tokens) + inner.positions[: tokens.shape[1]]
         for block in inner.blocks:
             x = checkpoint(lambda y, b=block: b(b(y)), x, use_reentrant=reentrant)
-        loss = nn.functional.cross_entropy(inner.head(inner.norm(x)).flatten(0, 1), targets.flatten())
+        logits = inner.head(inner.norm(x))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -260,8 +260,10 @@ def test_nothing_is_hooked_where_steps_do_not_wait(monkeypatch, halves):
 def test_the_hooks_are_gone_after_unwrap():
     model = SMALL()
     optimizer = adamw(model)
-    trained = AutoHeteWrapper(model, optimizer, gpu_mem="16MiB", cpu_mem="64MiB",
-                              plan=forced_plan(model, "all"), profile_path=None).to("cpu")  # fmt: skip
+    trained = AutoHeteWrapper(
+        model, optimizer, gpu_mem="16MiB", cpu_mem="64MiB", profile_path=None,
+        plan=forced_plan(model, "all"),
+    ).to("cpu")  # fmt: skip
     for step in range(4):
         plain_loop(trained, optimizer, step)
     assert any(p._post_accumulate_grad_hooks for p in model.parameters())
