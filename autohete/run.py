@@ -265,6 +265,7 @@ class Run:
             self.side.check_room_for_plain_tensors(self.engine.bytes_to_leave())
         self.abandon()
         self._others.stop()
+        self.early.detach()
         self.bridge.remove()
         for forward in reversed(self._hooked):
             forward.remove()
@@ -535,6 +536,14 @@ class Run:
                 self.exchange.left(call.unit)
         else:
             self.send_gradients(call.unit, final)
+
+    def send_first_gradients(self, index: int) -> None:
+        """Backward is in the middle of the unit: what it has of gradients leaves already."""
+        in_backward = self._backward_open and self._users[index] == 1
+        if not in_backward or not self.early.in_last_visit(index):
+            return
+        if self.engine.send_first_gradients(index):
+            self._guard_gradients(index)
 
     def send_gradients(self, index: int, final: bool = True, averaged: bool = False) -> None:
         """Backward is through with a call of the unit, the last one if `final`: gradients leave.
