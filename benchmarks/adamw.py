@@ -48,6 +48,18 @@ def cpu_name() -> str:
 Times = tuple[float, float]  # median and best, in milliseconds
 
 
+WARM_SECONDS = 0.02  # libgomp's threads spin for 5 to 7 ms after a loop
+
+
+def warm(run: Callable[[], object]) -> None:
+    """Run untimed until nothing of whoever came before is left on a core or in the caches."""
+    begun = time.perf_counter()
+    while True:
+        run()
+        if time.perf_counter() - begun > WARM_SECONDS:
+            return
+
+
 class OtherWork:
     """What other processes take of the CPUs, between two looks."""
 
@@ -74,8 +86,8 @@ def measure(
 ) -> dict[str, Times]:
     """Return each competitor's median and best time; the order turns from round to round.
 
-    Each runs once before it is timed: OpenMP's threads spin on for milliseconds after the peer's
-    last loop, on a core that the next one's threads would need.
+    Each runs untimed for a while before it is timed: OpenMP's threads spin on for milliseconds
+    after a loop, on a core that the next one's threads would need.
     Sleeps and goes on for up to `patience` seconds until other processes took less than a tenth of
     a CPU during `rounds` rounds; the quietest rounds count.
     """
@@ -92,7 +104,7 @@ def measure(
         times: dict[str, float] = {}
         for i in range(len(competitors)):
             name, run = competitors[(i + len(taken)) % len(competitors)]
-            run()
+            warm(run)
             start = clock()
             for _ in range(repeat):
                 run()

@@ -70,6 +70,7 @@ std::vector<UpdateTile<Rule>> cut(const typename Rule::Span* spans,
     }
     position += hashed_items(spans[s].numel);
   }
+  for (std::size_t i = 1; i < tiles.size(); ++i) tiles[i - 1].next = &tiles[i];
   return tiles;
 }
 

@@ -49,6 +49,9 @@ struct UpdateTile {
   double grad_sq_sum = 0;
   ContentHash grad_hash{};
   std::size_t edited = 0;
+  const UpdateTile* next = nullptr;  // the one that its thread will probably walk next
+
+  std::size_t num_blocks() const { return (end - begin + kBlock - 1) / kBlock; }
 };
 
 // Whether every half value is still its master rounded. Nothing is written: a block without edits
@@ -98,23 +101,33 @@ AH_INLINE const float* current_param(const UpdateSpan& span, std::size_t at, std
 // A block at a time is too short a run for the hardware to keep memory busy across five streams and
 // more; asking for a later block does (measured: 10 to 15 %; 2 to 8 blocks ahead are alike on
 // Intel, 8 and 16 take 10 % less than 4 on Zen 5).
+constexpr std::size_t kBlocksAhead = 8;
+
+// The block's cache lines, and those behind the end of a last one, which is no error.
 AH_INLINE void prefetch(const void* stream, std::size_t item, std::size_t at) {
   const auto* begin = static_cast<const char*>(stream) + at * item;
   for (std::size_t byte = 0; byte < kBlock * item; byte += 64) __builtin_prefetch(begin + byte, 1);
 }
 
 template <std::size_t states>
-AH_INLINE void prefetch_ahead(const UpdateSpan& span,
-                              const std::array<StateStream, states>& streams, std::size_t at,
-                              std::size_t end) {
-  at += 8 * kBlock;
-  if (at + kBlock > end) return;
+AH_INLINE void prefetch(const UpdateSpan& span, const std::array<StateStream, states>& streams,
+                        std::size_t at) {
   prefetch(span.param_in, sizeof(float), at);
   for (const StateStream& stream : streams) {
     if (stream.in != nullptr) prefetch(stream.in, item_bytes(span.state_dtype), at);
   }
   if (span.half_in != nullptr) prefetch(span.half_in, item_bytes(span.half_dtype), at);
   prefetch(span.grad, item_bytes(span.grad_dtype), at);
+}
+
+// What lies `ahead` blocks behind the beginning of `tile`, when that is in the next one. Without it
+// nobody asks for a tensor's first blocks (measured: 13 to 21 % of 1000 tensors of 3000 items).
+template <typename Rule>
+AH_INLINE void prefetch_in_next(const UpdateTile<Rule>& tile, std::size_t ahead) {
+  ahead -= tile.num_blocks();
+  const UpdateTile<Rule>* next = tile.next;
+  if (next == nullptr || ahead >= next->num_blocks()) return;
+  prefetch(*next->span, Rule::states(*next->span), next->begin + ahead * kBlock);
 }
 
 // bf16 rounded up or down at random. What is too large for bf16 is not rounded up to infinity, and
@@ -189,7 +202,7 @@ class TileWalk {
 
  private:
   AH_INLINE void step(std::size_t at, std::size_t n) {
-    prefetch_ahead(span_, streams_, at, tile_.end);
+    prefetch_ahead(at);
     UpdateBlock<Rule::kStates> block;
     block.grad = widened(span_.grad, span_.grad_dtype, at, n, grad_);
     found_.look_at(block.grad, at, n);
@@ -200,6 +213,12 @@ class TileWalk {
     if (span_.half_out != nullptr) store_half(span_, tile_.stream, block.param_out, at, n);
     if (past_caches_) tile_.stream(span_.param_out + at, fresh_.param, n * sizeof(float));
     if (past_caches_ || !fp32_state_) store_states(at, n);
+  }
+
+  AH_INLINE void prefetch_ahead(std::size_t at) {
+    const std::size_t later = at + kBlocksAhead * kBlock;
+    if (later < tile_.end) return prefetch(span_, streams_, later);
+    prefetch_in_next(tile_, (later - tile_.begin) / kBlock);
   }
 
   AH_INLINE void place_state(UpdateBlock<Rule::kStates>& block, std::size_t at, std::size_t n,
