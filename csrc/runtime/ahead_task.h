@@ -63,6 +63,8 @@ class AheadTask {
   bool started() const { return num_started_ > 0 && !has_failed_; }
   bool running() const { return num_running_ > 0; }
   bool done() const { return offered() && is_whole_ && num_done_ == parts_.size(); }
+  // Something of it may still run.
+  bool pending() const { return offered() && !done(); }
   std::size_t num_parts() const { return parts_.size(); }
 
  private:

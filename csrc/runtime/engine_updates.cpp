@@ -204,7 +204,9 @@ void Engine::commit_ahead(int index, BlockPtr params_host, std::function<void()>
   ready_to_commit(lock, index);
   Unit& unit = units_[index];
   AH_ASSERT(unit.state.progress == Progress::kLanded || unit.state.progress == Progress::kLeaving);
-  const bool done = unit.ahead.done() && !always;
+  // Not while gradients that no update needs are on their way, or the unit's norms are taken.
+  const bool over = unit.state.progress == Progress::kLanded && !unit.measure.pending();
+  const bool done = unit.ahead.done() && over && !always;
   unit.blocks.params_host = std::move(params_host);
   ++counters_.updates_ahead;
   advance(unit, UnitEvent::kCommit);

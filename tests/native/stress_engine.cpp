@@ -416,6 +416,39 @@ TEST_CASE(
   }
 }
 
+TEST_CASE("an update whose last gradients need none ends when those have landed, too") {
+  const auto budget = std::make_shared<Budget>(1 << 20);
+  HostDevice device(budget);
+  HostStore store({budget, budget, true, {}});
+  HostLink& link = device.link(CopyDirection::kDeviceToHost);
+  Engine engine(device, store);
+  std::vector<UnitBlocks> units(1);
+  units[0].plan.parameters = units[0].plan.gradients = units[0].plan.optimizer_state = Tier::kHost;
+  units[0].param_bytes = 128;
+  units[0].params_host = store.allocate_host(128, "parameters");
+  units[0].gradients_host = store.allocate_host(128, "gradients");
+  const BlockPtr gradients = store.allocate_device(128, "gradients"),
+                 spare = store.allocate_host(128, "spare");
+  std::byte* const to = units[0].gradients_host->data();
+  engine.configure(std::move(units), {});
+  std::promise<void> first;
+  AheadWork work, norms;
+  work.update = [&] { first.set_value(); };
+  engine.send_gradients(0, {{to, gradients->data(), 64}}, std::move(work), /*more=*/true);
+  first.get_future().wait();
+  bool measured = false, again = false;
+  norms.measure = [&] { measured = true; };
+  link.hold();
+  engine.send_gradients(0, {{to + 64, gradients->data() + 64, 64}}, std::move(norms));
+  CHECK(engine.keep_ahead(0));
+  engine.commit_ahead(0, spare, [&] { again = true; }, /*always=*/false);
+  CHECK(engine.state(0).progress == Progress::kCommitted);
+  link.release_all();
+  engine.synchronize();
+  CHECK(measured);
+  CHECK(!again);
+}
+
 TEST_CASE("the rest of an update that was taken back is not run") {
   const auto budget = std::make_shared<Budget>(1 << 20);
   HostDevice device(budget);
