@@ -16,6 +16,9 @@ void Engine::send_gradients(int index, std::vector<CopySegment> segments, AheadW
   if (!unit.more_gradients) {
     wait(lock, &EngineCounters::wait_update_seconds, index,
          [&] { return unit.state.parameters_final(); });
+    // Some that were on the host already, say, and have been replaced since.
+    wait(lock, &EngineCounters::wait_gradients_seconds, index,
+         [&] { return unit.state.progress != Progress::kLeaving; });
     rethrow(lock);
     withdraw(lock, unit, /*ticking=*/false);
     unit.num_parameters = 0;

@@ -449,6 +449,27 @@ TEST_CASE("an update whose last gradients need none ends when those have landed,
   CHECK(!again);
 }
 
+TEST_CASE("gradients that come while earlier ones are on their way go after them") {
+  const auto budget = std::make_shared<Budget>(1 << 20);
+  HostDevice device(budget);
+  HostStore store({budget, budget, true, {}});
+  Engine engine(device, store);
+  std::vector<UnitBlocks> units(1);
+  units[0].plan.parameters = units[0].plan.gradients = units[0].plan.optimizer_state = Tier::kHost;
+  units[0].param_bytes = 64;
+  units[0].params_host = store.allocate_host(64, "parameters");
+  units[0].gradients_host = store.allocate_host(64, "gradients");
+  engine.configure(std::move(units), {});
+  int run = 0;  // CPU lane's thread only, until the end
+  for (int round = 0; round < 1000; ++round) {
+    engine.send_gradients(0, {});
+    engine.send_gradients(0, {});
+    engine.commit(0, [&] { ++run; });
+  }
+  engine.synchronize();
+  CHECK_EQ(run, 1000);
+}
+
 TEST_CASE("the rest of an update that was taken back is not run") {
   const auto budget = std::make_shared<Budget>(1 << 20);
   HostDevice device(budget);
