@@ -430,11 +430,11 @@ class Run:
             persist = any(p.grad is not None for unit in self.units for p in unit.parameters)
             self._change_plan(lambda: self.plans.decide(persist, self.num_steps))
         if self.plans.needs_measuring(size):
-            if self.plans.measuring() is None:
-                self._change_plan(lambda: self.plans.measure_next(size))
-            else:
+            if self.plans.measures_all():
                 self.plans.measure_next(size)
-        elif self.plans.measuring() is None:
+            else:  # a step that is only timed is no reason to stay
+                self._change_plan(lambda: self.plans.measure_next(size))
+        elif not self.plans.measures_all():
             self.plans.use_rules_for(size)
 
     def _change_plan(self, change: Callable[[], bool | None]) -> None:
