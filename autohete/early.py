@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autohete.first_gradients import FirstGradients
 from autohete.guard import UNSCALE
 from autohete.planning import format_bytes
 
@@ -24,6 +25,8 @@ _log = logging.getLogger("autohete")
 _JUDGED = 3  # steps together; where most of their work was in vain, updates wait for a while
 _STEPS_OFF = 50
 _SHARE_OF_MEASURED_MEMORY = 0.6
+_WORTHWHILE_WAIT = 0.005  # of a step: then the first half of a layer's gradients goes first
+_STEPS_IN_HALVES = 50
 
 
 class EarlyUpdates:
@@ -50,6 +53,11 @@ class EarlyUpdates:
         num_units = len(run.units)
         self._uses = [0] * num_units  # calls in forward since the last backward
         self._visits_left = [0] * num_units  # of the present backward
+        self._first = FirstGradients(run.units, lambda index: run.send_first_gradients(index))
+        # Other systems know layers alone; and what is averaged over ranks goes as it is.
+        self._splits = self._enabled and run.config.strategy == "autohete" and run.ranks is None
+        self._halves_until = 0
+        self._waited = 0.0  # up to the last step, for updates and uploads
 
     # ---------------------------------------------------------------- what the loop does
 
@@ -94,6 +102,27 @@ class EarlyUpdates:
         self._visits_left[index] -= 1
         return self._visits_left[index] == 0
 
+    def in_last_visit(self, index: int) -> bool:
+        """Whether backward is in the last call of the unit that was counted."""
+        return self._visits_left[index] == 1
+
+    def detach(self) -> None:
+        """The parameters are the user's alone again."""
+        self._first.remove()
+
+    def _split_gradients(self, counters: dict[str, Any]) -> None:
+        """Let the gradients of some layers go in halves while steps wait for updates."""
+        run = self._run
+        waited = counters["wait_update_seconds"] + counters["wait_upload_seconds"]
+        now, self._waited = waited - self._waited, waited
+        if run.step_seconds and now > _WORTHWHILE_WAIT * run.step_seconds[-1]:
+            self._halves_until = run.num_steps + _STEPS_IN_HALVES
+        wanted = run.num_steps < self._halves_until
+        if wanted and not self._first.installed:
+            self._first.install()
+        elif not wanted and self._first.installed:
+            self._first.remove()
+
     def step_taken(self, grad_scale: float) -> None:
         """Learn from a step: how many updates had been done ahead of it, and how many in vain."""
         counters = self._run.engine.counters()
@@ -103,6 +132,8 @@ class EarlyUpdates:
         if self._in_place:
             self._backwards = 0
             return
+        if self._splits:
+            self._split_gradients(counters)
         if self._backwards == self._last_count:
             self._habit = self._backwards
         elif self._backwards != self._habit:

@@ -265,6 +265,7 @@ class Run:
             self.side.check_room_for_plain_tensors(self.engine.bytes_to_leave())
         self.abandon()
         self._others.stop()
+        self.early.detach()
         self.bridge.remove()
         for forward in reversed(self._hooked):
             forward.remove()
@@ -429,11 +430,11 @@ class Run:
             persist = any(p.grad is not None for unit in self.units for p in unit.parameters)
             self._change_plan(lambda: self.plans.decide(persist, self.num_steps))
         if self.plans.needs_measuring(size):
-            if self.plans.measuring() is None:
-                self._change_plan(lambda: self.plans.measure_next(size))
-            else:
+            if self.plans.measures_all():
                 self.plans.measure_next(size)
-        elif self.plans.measuring() is None:
+            else:  # a step that is only timed is no reason to stay
+                self._change_plan(lambda: self.plans.measure_next(size))
+        elif not self.plans.measures_all():
             self.plans.use_rules_for(size)
 
     def _change_plan(self, change: Callable[[], bool | None]) -> None:
@@ -535,6 +536,14 @@ class Run:
                 self.exchange.left(call.unit)
         else:
             self.send_gradients(call.unit, final)
+
+    def send_first_gradients(self, index: int) -> None:
+        """Backward is in the middle of the unit: what it has of gradients leaves already."""
+        in_backward = self._backward_open and self._users[index] == 1
+        if not in_backward or not self.early.in_last_visit(index):
+            return
+        if self.engine.send_first_gradients(index):
+            self._guard_gradients(index)
 
     def send_gradients(self, index: int, final: bool = True, averaged: bool = False) -> None:
         """Backward is through with a call of the unit, the last one if `final`: gradients leave.

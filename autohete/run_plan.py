@@ -115,14 +115,15 @@ class RunPlan:
             return self._warm.timing() if self._warm else None
         return None if self._meter.complete else self._meter
 
-    def _measures_all(self) -> bool:
+    def measures_all(self) -> bool:
+        """Whether a first step is being measured, under a plan that is for that."""
         return self._meter is not None and not self._meter.complete
 
     def left_by_an_exception(self) -> None:
         """A forward or backward ended early; for want of memory, maybe."""
         if self._warm:
             self._warm.left_by_an_exception()
-        if self._measures_all():
+        if self.measures_all():
             self._meter = self._new_meter()
         if self._follows_inputs():
             refusals = self._side.num_refusals()
@@ -346,7 +347,7 @@ class RunPlan:
         """Whether inputs of this size may need more than the plan was made for."""
         if self._pressed:
             return True
-        if self._measures_all():
+        if self.measures_all():
             return not self._follows_inputs()
         return self._follows_inputs() and not self._sized.covers(size)
 

@@ -213,6 +213,7 @@ void bind_engine(py::module_& module) {
       .def("release", &TorchEngine::release)
       .def("send_gradients", &TorchEngine::send_gradients, py::arg("unit"), py::arg("final"),
            py::arg("averaged") = false)
+      .def("send_first_gradients", &TorchEngine::send_first_gradients, py::arg("unit"))
       .def("finish_backward", &TorchEngine::finish_backward, py::arg("averaged") = false)
       .def("abandon", &TorchEngine::abandon)
       .def("settle", &TorchEngine::settle, py::arg("unit"), py::arg("adopt") = true)

@@ -51,6 +51,7 @@ int TorchEngine::add_unit(const std::string& name, const std::vector<at::Tensor>
   touched_.push_back(false);
   gradients_touched_.push_back(false);
   offers_.emplace_back();
+  more_gradients_.push_back(false);
   return num_units() - 1;
 }
 
@@ -75,6 +76,7 @@ void TorchEngine::configure(const std::vector<UnitPlan>& plans, const EngineOpti
   for (int i = 0; i < num_units(); ++i) settle(i);
   expectation_ = {};
   priority_order_ = options.priority_order;
+  chunk_bytes_ = options.chunk_bytes;
   {
     NoGil no_gil;
     engine_.configure({}, options);  // gives the slots back
@@ -165,6 +167,7 @@ void TorchEngine::release(int index) {
   use_current_stream();
   const bool edited = --users_[index] == 0 && units_[index]->versions() != versions_[index];
   touched_[index] = touched_[index] || edited;
+  if (edited && more_gradients_[index]) withdraw(index);  // it reads what comes home now
   BlockPtr block;
   {
     NoGil no_gil;
@@ -176,6 +179,11 @@ void TorchEngine::release(int index) {
 void TorchEngine::send(int index, bool final, bool at_step, bool averaged) {
   TorchUnit& unit = *units_[index];
   unit.land_held_back();
+  if (more_gradients_[index]) {
+    const bool goes_on = final && !averaged && offers_[index].open;
+    if (goes_on && !unit.changed_while_leaving()) return send_rest(index);
+    settle_leaving(index);
+  }
   if (unit.plan().gradients != Tier::kHost || !unit.has_unsent_gradients()) return;
   if (unit.gradients_leaving()) settle_leaving(index);
   withdraw(index, /*ticking=*/!at_step);
@@ -183,6 +191,7 @@ void TorchEngine::send(int index, bool final, bool at_step, bool averaged) {
   if (!unit.gradients_leaving()) return;
   leaving_.push_back(index);
   AheadWork ahead = final ? offer(index) : AheadWork();
+  if (send_in_parts(index, segments, ahead)) return;
   NoGil no_gil;
   engine_.send_gradients(index, std::move(segments), std::move(ahead));
 }
@@ -247,6 +256,7 @@ void TorchEngine::settle_gradients(int index) {
 
 void TorchEngine::settle_leaving(int index) {
   TorchUnit& unit = *units_.at(index);
+  if (more_gradients_[index]) send_no_more(index);
   while (unit.gradients_leaving()) {
     {
       NoGil no_gil;

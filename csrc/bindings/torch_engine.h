@@ -62,6 +62,10 @@ class TorchEngine {
   // own gradients only this rank's rows need to go. Waits when more than
   // kMaxUnitsLeaving units' gradients are still on the device.
   void send_gradients(int unit, bool final, bool averaged = false);
+  // The unit's last backward is in the middle: the gradients it has so far leave, and their part of
+  // the update ahead may begin, if one is expected. send_gradients() sends the others. False where
+  // they wait for that.
+  bool send_first_gradients(int unit);
   // Frees the device memory of gradients that have landed; the calls above do it too.
   void land_gradients() { land(/*all=*/false); }
   // Every unit that is still acquired or has new gradients: released and sent.
@@ -133,29 +137,42 @@ class TorchEngine {
 
  private:
   static constexpr int kMaxUnitsLeaving = 2;
+  // The next forward asks for these first, and waits for all that becomes of their gradients: where
+  // they are large, copies and updates take turns part by part, in at most so many parts.
+  static constexpr int kUnitsAtTheTurn = 4;
+  static constexpr std::size_t kMaxParts = 8;
 
   void use_current_stream();
   void point(int unit, const BlockPtr& block);
   void land(bool all);
   void send(int unit, bool final, bool at_step = false, bool averaged = false);
   void offer_landed(int unit);
+  void send_rest(int unit);
+  bool send_in_parts(int unit, std::vector<CopySegment>& segments, AheadWork& ahead);
+  void send_no_more(int unit);
   void settle_leaving(int unit);
   struct Offer {
     bool open = false;      // made since the last step(), not withdrawn
     bool in_place = false;  // cannot be taken back once it has started
     std::vector<AdamSpan> spans;
+    std::vector<AdamSpan> first;        // of these: whose gradients went before the unit's others
     std::shared_ptr<ContentHash> hash;  // of the gradients that the update ahead read
     std::shared_ptr<std::vector<at::Tensor>> norms;
     float norm_scale = 1.0F;  // what they are the norms of: gradients times this
   };
   AheadWork offer(int unit);
+  AheadWork offer_first(int unit);
+  AheadWork offer_rest(int unit);
+  void offer_norms(int unit, AheadWork& work);
   std::optional<at::Tensor> measured_norm(int unit, int index);
   void withdraw(int unit, bool ticking = true);
   bool commit_ahead(int unit, const std::vector<AdamSpan>& spans);
   std::string broken_promise(int unit, const char* how) const;
   void require_promise_kept() const;
   void update_now(const std::vector<AdamSpan>& spans);
-  UpdateStats run_update(const std::vector<AdamSpan>& spans, bool by_products);
+  UpdateStats run_update(const std::vector<AdamSpan>& spans, bool by_products,
+                         const std::uint64_t* positions = nullptr);
+  std::function<void()> part_of_update(PlacedSpans part, std::shared_ptr<ContentHash> hash);
   ContentHash hash_of_gradients(const std::vector<AdamSpan>& spans);
   static std::size_t count_parameters(const std::vector<AdamSpan>& spans);
   void update_on_device(const std::vector<AdamHyper>& hypers);
@@ -171,11 +188,13 @@ class TorchEngine {
   std::vector<bool> touched_;            // the user may have edited the parameters
   std::vector<bool> gradients_touched_;  // the user may have edited the gradients
   std::vector<Offer> offers_;            // by unit
+  std::vector<bool> more_gradients_;     // the first have been sent, the others not
   std::vector<int> leaving_;             // units whose gradients were sent; some have landed
   Expectation expectation_;
   std::string broken_promise_;
   bool barrier_ = false;
   bool priority_order_ = true;
+  std::size_t chunk_bytes_ = 0;
   RankOf rank_;
   Share share_;
   std::atomic<std::uint64_t> updates_redone_{0};

@@ -60,23 +60,26 @@ AheadWork TorchEngine::offer(int index) {
     touched_[index] = false;
     work.num_parameters = count_parameters(offer.spans);
     offer.hash = std::make_shared<ContentHash>();
-    work.update = [this, spans = offer.spans, hash = offer.hash] {
-      *hash = run_update(spans, /*by_products=*/true).grad_hash;
-    };
+    work.update = part_of_update({offer.spans, unit.hash_positions()}, offer.hash);
   }
-  if (expectation_.measure && unit.has_gradients()) {
-    offer.norms = std::make_shared<std::vector<at::Tensor>>();
-    offer.norm_scale = expectation_.norm_scale;
-    work.measure = [gradients = unit.host_gradients(), norms = offer.norms,
-                    scale = offer.norm_scale] {
-      for (const at::Tensor& gradient : gradients)
-        norms->push_back(gradient.defined() ? norm_of(gradient, scale) : at::Tensor());
-    };
-  }
+  offer_norms(index, work);
   offer.open = work.update || work.measure;
   if (!offer.open) return work;
   gradients_touched_[index] = unit.note_offered();
   return work;
+}
+
+void TorchEngine::offer_norms(int index, AheadWork& work) {
+  const TorchUnit& unit = *units_[index];
+  Offer& offer = offers_[index];
+  if (!expectation_.measure || !unit.has_gradients()) return;
+  offer.norms = std::make_shared<std::vector<at::Tensor>>();
+  offer.norm_scale = expectation_.norm_scale;
+  work.measure = [gradients = unit.host_gradients(), norms = offer.norms,
+                  scale = offer.norm_scale] {
+    for (const at::Tensor& gradient : gradients)
+      norms->push_back(gradient.defined() ? norm_of(gradient, scale) : at::Tensor());
+  };
 }
 
 // An interrupt while it waits leaves the offer open: whoever comes next withdraws it.

@@ -24,9 +24,10 @@ void TorchEngine::update_now(const std::vector<AdamSpan>& spans) {
 }
 
 // On the CPU lane. Other units' updates may run inside it, on the same workers.
-UpdateStats TorchEngine::run_update(const std::vector<AdamSpan>& spans, bool by_products) {
-  return adamw_in_pieces(spans.data(), spans.size(), workers_, by_products,
-                         [this](std::size_t num_parameters) { engine_.give_way(num_parameters); });
+UpdateStats TorchEngine::run_update(const std::vector<AdamSpan>& spans, bool by_products,
+                                    const std::uint64_t* positions) {
+  const auto between = [this](std::size_t num_parameters) { engine_.give_way(num_parameters); };
+  return adamw_in_pieces(spans.data(), spans.size(), workers_, by_products, between, positions);
 }
 
 std::vector<std::pair<int, int>> TorchEngine::take_relaid() {

@@ -293,13 +293,20 @@ void TorchUnit::take_edits(const CopyAndWait& copy) {
   if (params_device_ && params_host_) copy(params_host_, params_device_);
 }
 
+// It cannot change places with its second copy.
+static bool is_fixed(const TorchParameter& parameter) {
+  const auto fixed = [](const HomedTensor& home) { return home.has_aliases() || home.is_apart(); };
+  return fixed(parameter.value) || fixed(parameter.exp_avg) || fixed(parameter.exp_avg_sq) ||
+         fixed(parameter.max_exp_avg_sq) || fixed(parameter.master);
+}
+
 bool TorchUnit::has_aliases() const {
+  return std::any_of(parameters_.begin(), parameters_.end(), is_fixed);
+}
+
+bool TorchUnit::has_aliases_beside_gradients() const {
   return std::any_of(parameters_.begin(), parameters_.end(), [](const TorchParameter& parameter) {
-    const auto fixed = [](const HomedTensor& home) {
-      return home.has_aliases() || home.is_apart();
-    };
-    return fixed(parameter.value) || fixed(parameter.exp_avg) || fixed(parameter.exp_avg_sq) ||
-           fixed(parameter.max_exp_avg_sq) || fixed(parameter.master);
+    return parameter.value.tensor().grad().defined() && is_fixed(parameter);
   });
 }
 

@@ -34,6 +34,12 @@ struct RankOf {
   bool own_gradients = false;
 };
 
+// Some of a unit's spans, and where each begins in what is hashed of the unit.
+struct PlacedSpans {
+  std::vector<AdamSpan> spans;
+  std::vector<std::uint64_t> positions;
+};
+
 // A parameter and what belongs to it.
 struct TorchParameter {
   HomedTensor value;
@@ -134,9 +140,14 @@ class TorchUnit {
   // as leaving. A CUDA gradient that kernels changed on the host is marked without a segment: its
   // bytes are final when those kernels are done. One whose memory somebody else points at (a NumPy
   // array, a storage) stays where it is and goes `at_step`, with what is in it then.
-  // averaged: over the ranks, so of own gradients only this rank's rows need to go.
+  // Those that are leaving already are left out. averaged: over the ranks, so of own gradients only
+  // this rank's rows need to go.
   std::vector<CopySegment> collect_gradients(bool at_step = false, bool averaged = false);
   bool has_held_gradients() const;
+  // Some parameter's gradient is on the host: another backward may be adding to it.
+  bool has_landed_gradients() const;
+  // Some gradient is not any more what it was when it was sent, or not its parameter's.
+  bool changed_while_leaving() const;
   // Some parameter has a gradient that is neither on the host nor on its way, or changed on its
   // way.
   bool has_unsent_gradients() const;
@@ -179,14 +190,23 @@ class TorchUnit {
   // The spans of the step to come, into the spare blocks; nothing is counted. Empty where there is
   // no spare, or some parameter of the unit is not updated: its bytes would have to be copied.
   std::vector<AdamSpan> spans_ahead(const std::vector<AdamHyper>& hypers);
+  // Of those of them that have a gradient which is leaving: more of the unit's are to come. Empty
+  // where some cannot be updated ahead.
+  PlacedSpans leaving_spans_ahead(const std::vector<AdamHyper>& hypers);
+  // Of spans_ahead(), in their order.
+  std::vector<std::uint64_t> hash_positions() const;
   // The same over the present state, for a caller who was promised that the step will come.
   std::vector<AdamSpan> spans_ahead_in_place(const std::vector<AdamHyper>& hypers);
   // Somebody holds memory of the unit's parameters or state by other means than the tensors we
   // know, or some of the state is not in its block, so the blocks must not change places.
   bool has_aliases() const;
+  // The same of a parameter that has a gradient. (Autograd holds the others while their backward is
+  // still to come.)
+  bool has_aliases_beside_gradients() const;
   // Notes the present gradients as those that work ahead of step() reads. Returns whether somebody
   // holds the memory of one by other means than the tensor: it may change and be let go of unseen.
-  bool note_offered();
+  // `leaving`: of those that are leaving.
+  bool note_offered(bool leaving = false);
   // They are still there, on the host or on their way.
   bool offered_there() const;
   // And unchanged as far as torch knows, and nobody else has a view of them.
@@ -224,6 +244,8 @@ class TorchUnit {
   BlockPtr block_beside(const TorchParameter& parameter, std::size_t bytes, Tier tier,
                         const std::string& what);
   AdamSpan span_at_home(TorchParameter& parameter, const std::vector<AdamHyper>& hypers);
+  bool can_update_ahead(const TorchParameter& parameter) const;
+  AdamSpan into_spare(AdamSpan span) const;
   void lay_out_like_parameter(std::size_t i);
   void cut(TorchParameter& parameter, RankOf rank);
   void take_layout(const UnitLayout& layout);

@@ -55,6 +55,21 @@ bool TorchUnit::has_held_gradients() const {
   });
 }
 
+bool TorchUnit::has_landed_gradients() const {
+  return std::any_of(parameters_.begin(), parameters_.end(), [&](const TorchParameter& parameter) {
+    const at::Tensor& gradient = parameter.value.tensor().grad();
+    return gradient.defined() && on_host(parameter, gradient);
+  });
+}
+
+bool TorchUnit::changed_while_leaving() const {
+  return std::any_of(parameters_.begin(), parameters_.end(), [](const TorchParameter& parameter) {
+    const at::Tensor& gradient = parameter.value.tensor().grad();
+    return parameter.leaving.defined() && (!parameter.leaving.is_same(gradient) ||
+                                           gradient._version() != parameter.leaving_version);
+  });
+}
+
 BlockPtr TorchUnit::gradient_block(const TorchParameter& parameter) const {
   return parameter.gradient_block ? parameter.gradient_block : gradients_host_;
 }
@@ -95,6 +110,8 @@ std::vector<CopySegment> TorchUnit::collect_gradients(bool at_step, bool average
       leaving_ = true;
       continue;
     }
+    if (parameter.leaving.is_same(gradient) && gradient._version() == parameter.leaving_version)
+      continue;
     if (!at_step && is_held(gradient, 1 + num_owners(parameter, gradient))) continue;
     parameter.gradient_factor = 1.0F;
     make_room_for_gradient(parameter);
@@ -198,11 +215,11 @@ bool TorchUnit::land_gradients() {
   return again;
 }
 
-bool TorchUnit::note_offered() {
+bool TorchUnit::note_offered(bool leaving) {
   bool held = false;
   for (TorchParameter& parameter : parameters_) {
     const at::Tensor& gradient = parameter.value.tensor().grad();
-    if (!gradient.defined()) continue;
+    if (!gradient.defined() || (leaving && !parameter.leaving.is_same(gradient))) continue;
     parameter.offered_version = gradient._version();
     held = held || is_held(gradient, num_owners(parameter, gradient));
   }

@@ -9,6 +9,7 @@
 #include "csrc/base/check.h"
 #include "csrc/bindings/torch_unit.h"
 #include "csrc/bindings/unit_parts.h"
+#include "csrc/kernels/hash_run.h"
 
 namespace autohete {
 
@@ -236,9 +237,7 @@ std::vector<AdamSpan> TorchUnit::spans_ahead_in_place(const std::vector<AdamHype
   if (plan_.optimizer_state != Tier::kHost) return {};
   std::vector<AdamSpan> spans;
   for (TorchParameter& parameter : parameters_) {
-    const at::Tensor& value = parameter.value.tensor();
-    if (parameter.group < 0 || !value.grad().defined() || !parameter.step.defined()) return {};
-    if (parameter.has_replaced_state()) return {};
+    if (!can_update_ahead(parameter)) return {};
     if (parameter.part_numel == 0) continue;
     spans.push_back(span_at_home(parameter, hypers));
     spans.back().step += 1;
@@ -246,24 +245,60 @@ std::vector<AdamSpan> TorchUnit::spans_ahead_in_place(const std::vector<AdamHype
   return spans;
 }
 
+bool TorchUnit::can_update_ahead(const TorchParameter& parameter) const {
+  return parameter.group >= 0 && parameter.value.tensor().grad().defined() &&
+         parameter.step.defined() && !parameter.has_replaced_state();
+}
+
 std::vector<AdamSpan> TorchUnit::spans_ahead(const std::vector<AdamHyper>& hypers) {
   if (!spare_state_) return {};
   std::vector<AdamSpan> spans = spans_ahead_in_place(hypers);
-  for (AdamSpan& span : spans) {
-    const auto in_spare = [&](void* at_home) -> void* {
-      const auto* byte = static_cast<const std::byte*>(at_home);
-      const bool state = byte >= state_->data() && byte < state_->data() + state_->bytes();
-      const BlockPtr& home = state ? state_ : params_host_;
-      const BlockPtr& spare = state ? spare_state_ : spare_params_;
-      return spare->data() + (byte - home->data());
-    };
-    span.param_out = static_cast<float*>(in_spare(span.param_out));
-    span.exp_avg_out = in_spare(span.exp_avg_out);
-    span.exp_avg_sq_out = in_spare(span.exp_avg_sq_out);
-    if (amsgrad_) span.max_exp_avg_sq_out = in_spare(span.max_exp_avg_sq_out);
-    if (span.half_out) span.half_out = in_spare(span.half_out);
-  }
+  for (AdamSpan& span : spans) span = into_spare(span);
   return spans;
+}
+
+AdamSpan TorchUnit::into_spare(AdamSpan span) const {
+  const auto in_spare = [&](void* at_home) -> void* {
+    const auto* byte = static_cast<const std::byte*>(at_home);
+    const bool state = byte >= state_->data() && byte < state_->data() + state_->bytes();
+    const BlockPtr& home = state ? state_ : params_host_;
+    const BlockPtr& spare = state ? spare_state_ : spare_params_;
+    return spare->data() + (byte - home->data());
+  };
+  span.param_out = static_cast<float*>(in_spare(span.param_out));
+  span.exp_avg_out = in_spare(span.exp_avg_out);
+  span.exp_avg_sq_out = in_spare(span.exp_avg_sq_out);
+  if (amsgrad_) span.max_exp_avg_sq_out = in_spare(span.max_exp_avg_sq_out);
+  if (span.half_out) span.half_out = in_spare(span.half_out);
+  return span;
+}
+
+PlacedSpans TorchUnit::leaving_spans_ahead(const std::vector<AdamHyper>& hypers) {
+  PlacedSpans placed;
+  if (!spare_state_) return placed;
+  const std::vector<std::uint64_t> positions = hash_positions();
+  std::size_t place = 0;
+  for (TorchParameter& parameter : parameters_) {
+    if (parameter.part_numel == 0) continue;
+    const std::uint64_t position = positions[place++];
+    if (!parameter.leaving.defined()) continue;
+    if (!can_update_ahead(parameter)) return {};
+    placed.spans.push_back(into_spare(span_at_home(parameter, hypers)));
+    placed.spans.back().step += 1;
+    placed.positions.push_back(position);
+  }
+  return placed;
+}
+
+std::vector<std::uint64_t> TorchUnit::hash_positions() const {
+  std::vector<std::uint64_t> positions;
+  std::uint64_t position = 0;
+  for (const TorchParameter& parameter : parameters_) {
+    if (parameter.part_numel == 0) continue;
+    positions.push_back(position);
+    position += hashed_items(parameter.part_numel);
+  }
+  return positions;
 }
 
 void TorchUnit::swap_spare() {

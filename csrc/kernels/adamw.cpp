@@ -50,9 +50,10 @@ UpdateStats adamw(const AdamSpan* spans, std::size_t num_spans, Workers& workers
 }
 
 UpdateStats adamw_in_pieces(const AdamSpan* spans, std::size_t num_spans, Workers& workers,
-                            bool by_products, const std::function<void(std::size_t)>& between) {
+                            bool by_products, const std::function<void(std::size_t)>& between,
+                            const std::uint64_t* positions) {
   return run_update<AdamRule>(kWhere, spans, num_spans, workers, cpu_level(), by_products,
-                              kAdamwTile, check_span, between);
+                              kAdamwTile, check_span, between, nullptr, positions);
 }
 
 }  // namespace autohete

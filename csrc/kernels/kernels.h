@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 
 #include "csrc/base/cpu_features.h"
@@ -35,8 +36,12 @@ UpdateStats adamw(const AdamSpan* spans, std::size_t num_spans, Workers& workers
                   const std::function<void()>& beside = nullptr);
 // The same with pauses: `between` is called every few million items, with the number of items
 // written since the last time, while no worker works for this call, so that others may have them.
+// `positions`: where each span begins in what is hashed, in items, so that the grad_hashes of calls
+// for some of the spans each add up to that of all; null: end to end as adamw() has them
+// (hashed_items() of hash_run.h is what a span takes).
 UpdateStats adamw_in_pieces(const AdamSpan* spans, std::size_t num_spans, Workers& workers,
-                            bool by_products, const std::function<void(std::size_t)>& between);
+                            bool by_products, const std::function<void(std::size_t)>& between,
+                            const std::uint64_t* positions = nullptr);
 
 // The same for the other rules.
 UpdateStats sgd(const SgdSpan* spans, std::size_t num_spans, Workers& workers,

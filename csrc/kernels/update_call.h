@@ -53,7 +53,8 @@ inline void check_step(const char* where, double step) {
 template <typename Rule>
 std::vector<UpdateTile<Rule>> cut(const typename Rule::Span* spans,
                                   const std::vector<typename Rule::Coefficients>& coefficients,
-                                  CpuLevel level, bool by_products) {
+                                  CpuLevel level, bool by_products,
+                                  const std::uint64_t* positions) {
   std::size_t numel = 0;
   for (std::size_t s = 0; s < coefficients.size(); ++s) numel += spans[s].numel;
   const bool large = numel * 3 * sizeof(float) >= kStreamBytes;
@@ -62,6 +63,7 @@ std::vector<UpdateTile<Rule>> cut(const typename Rule::Span* spans,
   std::vector<UpdateTile<Rule>> tiles;
   std::uint64_t position = 0;
   for (std::size_t s = 0; s < coefficients.size(); ++s) {
+    if (positions) position = positions[s];
     for (std::size_t begin = 0; begin < spans[s].numel; begin += kTile) {
       const std::size_t end = std::min(begin + kTile, spans[s].numel);
       tiles.push_back({&spans[s], &coefficients[s], position, begin, end, stream, wanted});
@@ -121,7 +123,8 @@ UpdateStats run_update(const char* where, const typename Rule::Span* spans, std:
                        Workers& workers, CpuLevel level, bool by_products,
                        const LevelTable<UpdateTile<Rule>>& table, const Check& check,
                        const std::function<void(std::size_t)>& between = nullptr,
-                       const std::function<void()>& beside = nullptr) {
+                       const std::function<void()>& beside = nullptr,
+                       const std::uint64_t* positions = nullptr) {
   require_supported(level, where);
   std::vector<typename Rule::Coefficients> coefficients;
   coefficients.reserve(num_spans);
@@ -133,7 +136,7 @@ UpdateStats run_update(const char* where, const typename Rule::Span* spans, std:
       coefficients.emplace_back(spans[s]);
     }
   }
-  auto tiles = cut<Rule>(spans, coefficients, level, by_products);
+  auto tiles = cut<Rule>(spans, coefficients, level, by_products, positions);
   if (tiles.empty() && beside) beside();
   run_tiles<Rule>(tiles, workers, table.at(level), between, beside);
   UpdateStats stats;

@@ -41,7 +41,7 @@ void Engine::configure(std::vector<UnitBlocks> units, EngineOptions options) {
   for (const Slot& slot : slots_) former_slots_.push_back(slot.block);
   slots_.clear();
   units_.clear();
-  num_leaving_ = 0;
+  num_leaving_ = num_unsent_ = 0;
   std::vector<std::size_t> sizes;
   for (UnitBlocks& blocks : units) {
     Unit unit;

@@ -117,10 +117,15 @@ class Engine {
   // Starts copying gradients to the host; waits for an update of the unit that still reads the last
   // ones. Each dst must lie in the unit's gradients_host; sources
   // stay valid until the copy is over. `ahead` takes the place of earlier work ahead of the unit's.
-  void send_gradients(int unit, std::vector<CopySegment> segments, AheadWork ahead = {});
+  // `more`: the unit's gradients go in parts, and the next call brings another; they are leaving
+  // until the last part, which `more` is off for, is there. Each part has its own share of the
+  // update ahead, which may begin when that part has landed; the last one's `measure` is of all.
+  void send_gradients(int unit, std::vector<CopySegment> segments, AheadWork ahead = {},
+                      bool more = false);
   bool gradients_landed(int unit);
   void wait_gradients(int unit);
-  // Waits until fewer than `count` units' gradients are leaving.
+  // Waits until fewer than `count` units' gradients are leaving, not counting those of which more
+  // parts are to come.
   void wait_gradients_below(int count);
 
   // --- ahead of step(); see docs/adr/0008-updates-ahead-of-step.md
@@ -130,9 +135,11 @@ class Engine {
   // Returns whether an update had started: what it wrote is void. Where the wait tick throws,
   // nothing was forgotten; `ticking`: false where that would leave a step half done.
   bool withdraw(int unit, bool ticking = true);
-  // Waits until no work ahead reads the unit's gradients; withdraws what has not started.
+  // Waits until no work ahead reads the unit's gradients, which have landed; withdraws what has not
+  // started.
   void rest_ahead(int unit);
-  // For commit(): true when the unit's `ahead.update` has run or is running; otherwise withdraws.
+  // For commit(): true when the unit's `ahead.update` has begun, or its gradients are leaving in
+  // parts; otherwise withdraws.
   bool keep_ahead(int unit);
 
   // Queues the update of one unit and returns. It starts when its gradients have landed; the
@@ -192,6 +199,8 @@ class Engine {
     bool update_always = true;       // also where the update has run ahead
     bool update_waits = false;       // for the update ahead, which has begun
     std::size_t num_parameters = 0;  // that an update writes
+    bool more_gradients = false;     // parts that have not been sent yet; only while leaving
+    int parts_leaving = 0;           // of its gradients
     AheadTask measure, ahead;
   };
   // What the CPU lane does now. Where it gives way, its time has a gap.
@@ -234,7 +243,8 @@ class Engine {
   void run_share(int unit);
   void finish_update(int unit);
   void ready_to_commit(Lock& lock, int unit);
-  void queue_ahead(int unit, AheadTask Unit::* task, std::uint64_t priority);
+  void part_landed(int unit, std::uint64_t measure, std::uint64_t ahead);
+  void queue_ahead(int unit, AheadTask Unit::* task, std::uint64_t ticket);
   void run_ahead(UpdateLane& lane, int unit, AheadTask Unit::* task, std::uint64_t ticket);
   std::exception_ptr take_turn(UpdateLane& lane, int unit, const char* what,
                                std::size_t num_parameters, std::function<void()> work);
@@ -263,6 +273,7 @@ class Engine {
   std::vector<Slot> slots_;
   std::vector<std::weak_ptr<Block>> former_slots_;  // of earlier plans
   int num_leaving_ = 0;                             // units whose gradients are on their way
+  int num_unsent_ = 0;                              // of these: with more_gradients
   EngineCounters counters_;
   std::exception_ptr error_;
   Direction direction_ = Direction::kForward;

@@ -1,10 +1,5 @@
 // From a unit's gradients to its new parameters: leaving, work ahead of step(), updates, shares.
-#include <time.h>
-
-#include <algorithm>
-#include <chrono>
 #include <functional>
-#include <thread>
 #include <utility>
 
 #include "csrc/runtime/engine.h"
@@ -12,30 +7,32 @@
 
 namespace autohete {
 
-namespace {
-
-// Of the processor, that this thread has had.
-double thread_seconds() {
-  timespec time{};
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
-  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
-}
-
-}  // namespace
-
-void Engine::send_gradients(int index, std::vector<CopySegment> segments, AheadWork ahead) {
+void Engine::send_gradients(int index, std::vector<CopySegment> segments, AheadWork ahead,
+                            bool more) {
   refuse_training_in_child();
   Lock lock(mutex_);
   Unit& unit = units_.at(index);
   AH_ASSERT(unit.blocks.gradients_host != nullptr);
-  wait(lock, &EngineCounters::wait_update_seconds, index,
-       [&] { return unit.state.parameters_final(); });
-  rethrow(lock);
-  withdraw(lock, unit, /*ticking=*/false);
-  unit.measure.offer(std::move(ahead.measure));
-  unit.ahead.offer(std::move(ahead.update));
-  unit.num_parameters = ahead.num_parameters;
-  advance(unit, UnitEvent::kGradientsReady);
+  if (!unit.more_gradients) {
+    wait(lock, &EngineCounters::wait_update_seconds, index,
+         [&] { return unit.state.parameters_final(); });
+    // Some that were on the host already, say, and have been replaced since.
+    wait(lock, &EngineCounters::wait_gradients_seconds, index,
+         [&] { return unit.state.progress != Progress::kLeaving; });
+    rethrow(lock);
+    withdraw(lock, unit, /*ticking=*/false);
+    unit.num_parameters = 0;
+    advance(unit, UnitEvent::kGradientsReady);
+  } else if (!unit.ahead.offered()) {
+    ahead.update = nullptr;  // withdrawn since the first part: the rest alone is no update
+  }
+  num_unsent_ += static_cast<int>(more) - static_cast<int>(unit.more_gradients);
+  unit.more_gradients = more;
+  unit.num_parameters += ahead.num_parameters;
+  const std::uint64_t measure = unit.measure.offer(std::move(ahead.measure));
+  const std::uint64_t update = unit.ahead.offer(std::move(ahead.update), ahead.num_parameters);
+  if (!more) unit.measure.offer_no_more(), unit.ahead.offer_no_more();
+  ++unit.parts_leaving;
   std::size_t bytes = 0;
   for (const CopySegment& segment : segments) bytes += segment.bytes;
   CopyJob job;
@@ -43,22 +40,27 @@ void Engine::send_gradients(int index, std::vector<CopySegment> segments, AheadW
   job.priority = rank(gradient_priority(index));
   job.unit = index;
   job.after = device_.record(kComputeStream);
-  job.done = [this, index, bytes](std::exception_ptr error) {
+  job.done = [this, index, bytes, measure, update](std::exception_ptr error) {
     Lock inner(mutex_);
     if (error) fail(error);
     counters_.d2h_bytes += bytes;
-    advance(units_[index], UnitEvent::kGradientsLanded);
-    const auto num_units = static_cast<std::uint64_t>(units_.size());
-    const auto place = static_cast<std::uint64_t>(index);
-    queue_ahead(index, &Unit::measure, place);
-    queue_ahead(index, &Unit::ahead, 2 * num_units + place);
-    if (units_[index].state.progress == Progress::kUpdating) start_update(index);
-    notify(index);
+    part_landed(index, measure, update);
   };
   download_lane_->submit(std::move(job));
-  if (options_.synchronous_moves)
+  if (options_.synchronous_moves && !more)
     wait(lock, &EngineCounters::wait_gradients_seconds, index,
          [&] { return unit.state.progress != Progress::kLeaving; });
+}
+
+// With mutex_ held. The tickets of its work ahead.
+void Engine::part_landed(int index, std::uint64_t measure, std::uint64_t ahead) {
+  Unit& unit = units_[index];
+  const bool all = --unit.parts_leaving == 0 && !unit.more_gradients;
+  if (all) advance(unit, UnitEvent::kGradientsLanded);
+  queue_ahead(index, &Unit::measure, measure);
+  queue_ahead(index, &Unit::ahead, ahead);
+  if (all && unit.state.progress == Progress::kUpdating) start_update(index);
+  notify(index);
 }
 
 bool Engine::gradients_landed(int index) {
@@ -80,39 +82,37 @@ void Engine::wait_gradients(int index) {
 void Engine::wait_gradients_below(int count) {
   if (in_forked_child()) return;
   Lock lock(mutex_);
-  wait(lock, &EngineCounters::wait_gradients_seconds, -1, [&] { return num_leaving_ < count; });
+  wait(lock, &EngineCounters::wait_gradients_seconds, -1,
+       [&] { return num_leaving_ - num_unsent_ < count; });
   rethrow(lock);
 }
 
-// With mutex_ held. A task that was offered has its gradients: the CPU lane may have it.
-void Engine::queue_ahead(int index, AheadTask Unit::* task, std::uint64_t priority) {
-  AheadTask& offered = units_[index].*task;
-  if (stopping_ || offered.stage() != AheadTask::Stage::kOffered) return;
-  const std::uint64_t ticket = offered.queue();
-  update_lane_->push(rank(priority), [this, index, task, ticket](UpdateLane& lane) {
-    run_ahead(lane, index, task, ticket);
-  });
+// With mutex_ held. A part that was offered has its gradients: the CPU lane may have it.
+void Engine::queue_ahead(int index, AheadTask Unit::* task, std::uint64_t ticket) {
+  if (stopping_ || !(units_[index].*task).land(ticket)) return;
+  // Norms first. An update ahead is as urgent as the unit's own: it becomes that.
+  const std::uint64_t norms_first = task == &Unit::ahead ? units_.size() : 0;
+  update_lane_->push(rank(norms_first + update_priority(index)),
+                     [=, this](UpdateLane& lane) { run_ahead(lane, index, task, ticket); });
 }
 
 // On the CPU lane's thread.
 void Engine::run_ahead(UpdateLane& lane, int index, AheadTask Unit::* task, std::uint64_t ticket) {
-  std::function<void()> work;
-  std::size_t num_parameters = 0;
+  AheadTask::Started part;
   {
     Lock lock(mutex_);
-    if (index < static_cast<int>(units_.size())) {
-      work = (units_[index].*task).start(ticket);
-      if (task == &Unit::ahead) num_parameters = units_[index].num_parameters;
-    }
+    if (index < static_cast<int>(units_.size())) part = (units_[index].*task).start(ticket);
   }
-  if (!work) return;
+  if (!part.work) return;
   const char* what = task == &Unit::ahead ? "update ahead" : "norm";
-  const std::exception_ptr error = take_turn(lane, index, what, num_parameters, std::move(work));
+  const std::exception_ptr error =
+      take_turn(lane, index, what, part.num_parameters, std::move(part.work));
   Lock lock(mutex_);
   Unit& unit = units_[index];
   (unit.*task).finish(!error);
-  if (!std::exchange(unit.update_waits, false)) return notify(index);
-  if (unit.ahead.stage() != AheadTask::Stage::kDone || unit.update_always) {
+  const bool parts_left = unit.ahead.running() || (unit.ahead.offered() && !unit.ahead.done());
+  if (parts_left || !std::exchange(unit.update_waits, false)) return notify(index);
+  if (!unit.ahead.done() || unit.update_always) {
     start_update(index);
     return notify(index);
   }
@@ -124,11 +124,10 @@ bool Engine::wait_measured(int index) {
   if (in_forked_child()) return false;
   Lock lock(mutex_);
   const AheadTask& task = units_.at(index).measure;
-  wait(lock, &EngineCounters::wait_gradients_seconds, index, [&] {
-    return task.stage() == AheadTask::Stage::kNone || task.stage() == AheadTask::Stage::kDone;
-  });
+  wait(lock, &EngineCounters::wait_gradients_seconds, index,
+       [&] { return !task.offered() || task.done(); });
   rethrow(lock);
-  return task.stage() == AheadTask::Stage::kDone;
+  return task.done();
 }
 
 bool Engine::withdraw(int index, bool ticking) {
@@ -139,10 +138,7 @@ bool Engine::withdraw(int index, bool ticking) {
 
 // With mutex_ held; lets it go while it waits.
 bool Engine::withdraw(Lock& lock, Unit& unit, bool ticking) {
-  const auto at_rest = [&] {
-    return unit.measure.stage() != AheadTask::Stage::kRunning &&
-           unit.ahead.stage() != AheadTask::Stage::kRunning;
-  };
+  const auto at_rest = [&] { return !unit.measure.running() && !unit.ahead.running(); };
   if (ticking) {
     tick_until(lock, at_rest);
   } else {
@@ -162,8 +158,8 @@ void Engine::rest_ahead(int index) {
   Lock lock(mutex_);
   Unit& unit = units_.at(index);
   for (AheadTask* task : {&unit.measure, &unit.ahead}) {
-    if (!task->started()) task->withdraw();
-    tick_until(lock, [&] { return task->stage() != AheadTask::Stage::kRunning; });
+    if (!task->started() && !task->running()) task->withdraw();
+    tick_until(lock, [&] { return !task->running() && (!task->started() || task->done()); });
   }
 }
 
@@ -171,7 +167,8 @@ bool Engine::keep_ahead(int index) {
   if (in_forked_child()) return false;
   Lock lock(mutex_);
   Unit& unit = units_.at(index);
-  if (unit.ahead.started()) return true;
+  const bool in_parts = unit.ahead.offered() && unit.ahead.num_parts() > 1;
+  if (unit.ahead.started() || (in_parts && unit.state.progress == Progress::kLeaving)) return true;
   withdraw(lock, unit, /*ticking=*/false);
   return false;
 }
@@ -209,17 +206,18 @@ void Engine::commit_ahead(int index, BlockPtr params_host, std::function<void()>
   Lock lock(mutex_);
   ready_to_commit(lock, index);
   Unit& unit = units_[index];
-  AH_ASSERT(unit.ahead.started() && unit.state.progress == Progress::kLanded);
-  const bool done = unit.ahead.stage() == AheadTask::Stage::kDone && !always;
+  AH_ASSERT(unit.state.progress == Progress::kLanded || unit.state.progress == Progress::kLeaving);
+  // Not while gradients that no update needs are on their way, or the unit's norms are taken.
+  const bool over = unit.state.progress == Progress::kLanded && !unit.measure.pending();
+  const bool done = unit.ahead.done() && over && !always;
   unit.blocks.params_host = std::move(params_host);
   ++counters_.updates_ahead;
   advance(unit, UnitEvent::kCommit);
-  if (!done) {  // the CPU lane finishes the one, then looks at the other
-    unit.update = std::move(again);
-    unit.update_always = always;
-    return start_update(index);
-  }
-  updated(index);
+  if (done) return updated(index);
+  // The CPU lane finishes the one, then looks at the other.
+  unit.update = std::move(again);
+  unit.update_always = always;
+  if (unit.state.progress == Progress::kUpdating) start_update(index);
 }
 
 void Engine::share_after_update(int index, std::function<void()> share) {
@@ -249,14 +247,15 @@ void Engine::run_update(UpdateLane& lane, int index) {
   {
     Lock lock(mutex_);
     Unit& unit = units_[index];
-    if (unit.ahead.stage() == AheadTask::Stage::kRunning) {  // it gives way to this
+    // It gives way to this; parts that nobody has begun are in the lane's queue.
+    if (unit.ahead.running() || (unit.ahead.offered() && !unit.ahead.done())) {
       unit.update_waits = true;
       return;
     }
     update = std::move(unit.update);
-    if (unit.ahead.stage() == AheadTask::Stage::kDone && !unit.update_always) update = nullptr;
+    if (unit.ahead.done() && !unit.update_always) update = nullptr;
     // What only checks an update that has run ahead takes no update's time.
-    if (unit.ahead.stage() != AheadTask::Stage::kDone) num_parameters = unit.num_parameters;
+    if (!unit.ahead.done()) num_parameters = unit.num_parameters;
   }
   std::exception_ptr error;
   if (update) error = take_turn(lane, index, "update", num_parameters, std::move(update));
@@ -293,81 +292,6 @@ void Engine::run_share(int index) {
   if (error) fail(error);
   finish_update(index);
   notify(index);
-}
-
-// On the CPU lane's thread. Returns what the work threw.
-std::exception_ptr Engine::take_turn(UpdateLane& lane, int index, const char* what,
-                                     std::size_t num_parameters, std::function<void()> work) {
-  Turn turn{lane, index, what, num_parameters, Timeline::now()};
-  Turn* const outer = std::exchange(turn_, &turn);
-  std::exception_ptr error;
-  try {
-    work();
-  } catch (...) {
-    error = std::current_exception();
-  }
-  work = nullptr;
-  turn.written = turn.num_parameters;
-  end_part(turn);
-  turn_ = outer;
-  return error;
-}
-
-void Engine::give_way(std::size_t num_parameters) {
-  AH_ASSERT(turn_ != nullptr);
-  Turn& turn = *turn_;
-  turn.written += std::min(num_parameters, turn.num_parameters - turn.written);
-  if (!turn.lane.has_more_urgent()) return;
-  end_part(turn);
-  make_way(turn);
-}
-
-// Lets the more urgent work pass; the next part of the turn begins. At a stated rate the threads
-// that had this one's core since that work's last wait (the host device's copies, which a device
-// would do by itself) take no time of the lane.
-void Engine::make_way(Turn& turn) {
-  woken_at_ = Timeline::now();
-  woken_after_ = thread_seconds();
-  turn.lane.give_way();
-  turn.start_seconds = Timeline::now();
-  if (update_rate_ <= 0) return;
-  const double passed = turn.start_seconds - woken_at_;
-  turn.start_seconds -= std::max(0.0, passed - (thread_seconds() - woken_after_));
-}
-
-// Blocks for the rest of what this part of the turn would take at the stated rate, and lets more
-// urgent work pass meanwhile, as a CPU that computes at this rate does between its pieces. By what
-// the system woke it too late, the next part is shorter, if it follows at once.
-void Engine::end_part(Turn& turn) {
-  constexpr double kAtOnce = 1e-3;
-  const double rate = update_rate_;
-  turn.num_parameters -= turn.written;
-  while (rate > 0 && turn.written > 0) {
-    if (turn.start_seconds > woken_at_ + kAtOnce) overslept_ = 0;
-    const double start = turn.start_seconds - std::exchange(overslept_, 0);
-    const double end = start + static_cast<double>(turn.written) / rate;
-    const bool early = Timeline::now() < end;
-    const bool interrupted = turn.lane.wait_for_more_urgent(Timeline::time_at(end));
-    woken_at_ = Timeline::now();
-    if (!interrupted) {
-      if (early) overslept_ = std::min(woken_at_ - end, kAtOnce);
-      break;
-    }
-    record(turn);
-    const double done = (woken_at_ - start) * rate;
-    turn.written -= std::min(turn.written, static_cast<std::size_t>(done));
-    make_way(turn);
-  }
-  turn.written = 0;
-  if (rate > 0) {
-    woken_at_ = Timeline::now();
-    woken_after_ = thread_seconds();
-  }
-  record(turn);
-}
-
-void Engine::record(const Turn& turn) {
-  timeline_.add({Lane::kCpu, turn.unit, turn.what, turn.start_seconds, Timeline::now(), 0});
 }
 
 // With mutex_ held. The host block holds the new parameters.

@@ -14,7 +14,9 @@ from oracle import adamw, assert_bit_equal, plain_loop, train
 from autohete import AutoHeteWrapper
 from autohete._C import CopyDirection
 from autohete.planning import ActivationRule
-from autohete.warm_steps import WarmSteps
+from autohete.run import Run
+from autohete.run_plan import RunPlan
+from autohete.warm_steps import WarmStep, WarmSteps
 
 SLOW = 0.03  # seconds that a layer takes longer in a first step
 # The first step, some under its plan, and those that are timed.
@@ -192,3 +194,31 @@ def test_loops_whose_steps_are_not_one_pass_each_train_as_before(loop):
     ours = train(wrap={"gpu_mem": "2MiB"}, **common)
     assert_bit_equal(ours, plain)
     assert ours.extra["report"].step_seconds_predicted > 0
+
+
+def test_larger_inputs_behind_a_timed_forward_change_the_plan_at_rest(monkeypatch):
+    """The forward was left without a backward, so its step is being timed still."""
+    open_changes, seen = [], []
+    change, measure_next = Run._change_plan, RunPlan.measure_next
+
+    def at_rest(run, what):
+        open_changes.append(what)
+        change(run, what)
+        open_changes.pop()
+
+    def watched(plans, size):
+        seen.append(bool(open_changes))
+        measure_next(plans, size)
+
+    monkeypatch.setattr(Run, "_change_plan", at_rest)
+    monkeypatch.setattr(RunPlan, "measure_next", watched)
+    _, optimizer, trained, more = wrapped()
+    more["seconds"] = 0.0
+    for step in range(UNTIL_TIMED - 2):
+        one_step(trained, optimizer, step)
+    trained(*batch(100))
+    assert isinstance(trained.run.plans.measuring(), WarmStep)
+    seen.clear()
+    trained(*batch(101, rows=6)).backward()
+    assert seen == [True]
+    trained.unwrap()

@@ -81,6 +81,7 @@ PROGRAMS = {
         suites=("stress_engine",),
         sources=(
             "csrc/runtime/engine.cpp",
+            "csrc/runtime/engine_turns.cpp",
             "csrc/runtime/engine_updates.cpp",
             "csrc/runtime/in_order_lane.cpp",
             "csrc/runtime/update_lane.cpp",

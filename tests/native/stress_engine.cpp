@@ -112,44 +112,64 @@ class Loop {
   }
 
   // The gradients say which update they are for; an update that reads others has come too early or
-  // too late.
+  // too late. Some go in two parts, and the second may come after the update of the first, or after
+  // that was taken back.
   void send(int index) {
     Layer& layer = layers_[index];
     engine_.wait_gradients(index);
     fill(layer.gradients, layer.updates + 1);
-    AheadWork ahead;
     layer.offered = random_() % 4 != 0;
-    if (layer.offered) {
-      ahead.num_parameters = kParameters;
-      ahead.update = [from = layer.blocks.params_host, to = layer.spare,
-                      gradients = layer.blocks.gradients_host,
-                      this] { update(from, to, gradients); };
-    }
+    const std::size_t end = layer.blocks.param_bytes / sizeof(Word);
+    std::size_t begin = 0;
     if (random_() % 2) {
+      begin = end / (2 + random_() % 3);
+      send_part(layer, index, 0, begin, /*more=*/true);
+      if (random_() % 2) engine_.wait_gradients_below(1);
+      if (random_() % 8 == 0) engine_.withdraw(index);
+    }
+    send_part(layer, index, begin, end, /*more=*/false);
+    engine_.wait_gradients_below(3);
+    sent_[index % sent_.size()] = true;
+  }
+
+  void send_part(const Layer& layer, int index, std::size_t begin, std::size_t end, bool more) {
+    AheadWork ahead;
+    if (layer.offered) {
+      ahead.num_parameters = kParameters * (end - begin) * sizeof(Word) / layer.blocks.param_bytes;
+      ahead.update = [from = layer.blocks.params_host, to = layer.spare,
+                      gradients = layer.blocks.gradients_host, begin, end,
+                      this] { update(from, to, gradients, begin, end); };
+    }
+    if (!more && random_() % 2) {
       ahead.measure = [gradients = layer.blocks.gradients_host] {
         for (std::size_t i = 1; i < words_of(gradients); ++i)
           CHECK_EQ(data_of(gradients)[i], data_of(gradients)[0]);
       };
     }
-    const std::size_t bytes = layer.blocks.param_bytes;
+    const std::size_t at = begin * sizeof(Word);
     engine_.send_gradients(index,
-                           {{layer.blocks.gradients_host->data(), layer.gradients->data(), bytes}},
-                           std::move(ahead));
-    engine_.wait_gradients_below(3);
-    sent_[index % sent_.size()] = true;
+                           {{layer.blocks.gradients_host->data() + at, layer.gradients->data() + at,
+                             (end - begin) * sizeof(Word)}},
+                           std::move(ahead), more);
+  }
+
+  void update(const BlockPtr& from, const BlockPtr& to, const BlockPtr& gradients) {
+    update(from, to, gradients, 0, words_of(from));
   }
 
   // Gives way in the middle, as the updates of large units do.
-  void update(const BlockPtr& from, const BlockPtr& to, const BlockPtr& gradients) {
-    const std::size_t half = words_of(from) / 2;
-    for (std::size_t i = 0; i < half; ++i) data_of(to)[i] = data_of(from)[i] + 1;
+  void update(const BlockPtr& from, const BlockPtr& to, const BlockPtr& gradients,
+              std::size_t begin, std::size_t end) {
+    const std::size_t half = begin + (end - begin) / 2;
+    for (std::size_t i = begin; i < half; ++i) data_of(to)[i] = data_of(from)[i] + 1;
     const std::uint64_t before = updates_run_;
     for (int k = 0; k < 3; ++k, std::this_thread::yield()) engine_.give_way(0);
     if (updates_run_ != before) ++gaps_;
-    for (std::size_t i = half; i < words_of(from); ++i) data_of(to)[i] = data_of(from)[i] + 1;
+    for (std::size_t i = half; i < end; ++i) data_of(to)[i] = data_of(from)[i] + 1;
     ++updates_run_;
-    if (data_of(to)[0] != data_of(gradients)[0])
-      throw std::runtime_error("an update read gradients of another step");
+    for (const std::size_t i : {begin, end - 1})
+      if (data_of(to)[i] != data_of(gradients)[i])
+        throw std::runtime_error("an update read gradients of another step");
   }
 
   void look() {
@@ -354,6 +374,128 @@ TEST_CASE("two threads that wait for different units both go on") {
   go.set_value();
   other.join();
   CHECK(ticks >= 2);
+}
+
+TEST_CASE(
+    "an update begins when the first part of its gradients has landed, and ends with the last") {
+  const auto budget = std::make_shared<Budget>(1 << 20);
+  HostDevice device(budget);
+  HostStore store({budget, budget, true, {}});
+  HostLink& link = device.link(CopyDirection::kDeviceToHost);
+  std::vector<int> done;  // CPU lane's thread only, until the last
+  Engine engine(device, store);
+  std::vector<UnitBlocks> units(1);
+  units[0].plan.parameters = units[0].plan.gradients = units[0].plan.optimizer_state = Tier::kHost;
+  units[0].param_bytes = 128;
+  units[0].params_host = store.allocate_host(128, "parameters");
+  units[0].gradients_host = store.allocate_host(128, "gradients");
+  const BlockPtr gradients = store.allocate_device(128, "gradients"),
+                 spare = store.allocate_host(128, "spare");
+  std::byte* const to = units[0].gradients_host->data();
+  engine.configure(std::move(units), {});
+  const auto part = [&](int number, std::promise<void>& promise) {
+    AheadWork work;
+    work.update = [&, number] { done.push_back(number), promise.set_value(); };
+    return work;
+  };
+  for (int step = 0; step < 2; ++step) {
+    std::promise<void> first, second;
+    done.clear();
+    engine.send_gradients(0, {{to, gradients->data(), 64}}, part(1, first), /*more=*/true);
+    first.get_future().wait();
+    CHECK(engine.state(0).progress == Progress::kLeaving);
+    link.hold();
+    engine.send_gradients(0, {{to + 64, gradients->data() + 64, 64}}, part(2, second));
+    CHECK(engine.keep_ahead(0));
+    engine.commit_ahead(0, spare, [&] { done.push_back(3); }, step == 1);
+    CHECK(engine.state(0).progress == Progress::kCommitted);
+    CHECK_EQ(done.size(), 1u);
+    link.release_all();
+    engine.synchronize();
+    CHECK(done == (step == 1 ? std::vector<int>{1, 2, 3} : std::vector<int>{1, 2}));
+  }
+}
+
+TEST_CASE("an update whose last gradients need none ends when those have landed, too") {
+  const auto budget = std::make_shared<Budget>(1 << 20);
+  HostDevice device(budget);
+  HostStore store({budget, budget, true, {}});
+  HostLink& link = device.link(CopyDirection::kDeviceToHost);
+  Engine engine(device, store);
+  std::vector<UnitBlocks> units(1);
+  units[0].plan.parameters = units[0].plan.gradients = units[0].plan.optimizer_state = Tier::kHost;
+  units[0].param_bytes = 128;
+  units[0].params_host = store.allocate_host(128, "parameters");
+  units[0].gradients_host = store.allocate_host(128, "gradients");
+  const BlockPtr gradients = store.allocate_device(128, "gradients"),
+                 spare = store.allocate_host(128, "spare");
+  std::byte* const to = units[0].gradients_host->data();
+  engine.configure(std::move(units), {});
+  std::promise<void> first;
+  AheadWork work, norms;
+  work.update = [&] { first.set_value(); };
+  engine.send_gradients(0, {{to, gradients->data(), 64}}, std::move(work), /*more=*/true);
+  first.get_future().wait();
+  bool measured = false, again = false;
+  norms.measure = [&] { measured = true; };
+  link.hold();
+  engine.send_gradients(0, {{to + 64, gradients->data() + 64, 64}}, std::move(norms));
+  CHECK(engine.keep_ahead(0));
+  engine.commit_ahead(0, spare, [&] { again = true; }, /*always=*/false);
+  CHECK(engine.state(0).progress == Progress::kCommitted);
+  link.release_all();
+  engine.synchronize();
+  CHECK(measured);
+  CHECK(!again);
+}
+
+TEST_CASE("gradients that come while earlier ones are on their way go after them") {
+  const auto budget = std::make_shared<Budget>(1 << 20);
+  HostDevice device(budget);
+  HostStore store({budget, budget, true, {}});
+  Engine engine(device, store);
+  std::vector<UnitBlocks> units(1);
+  units[0].plan.parameters = units[0].plan.gradients = units[0].plan.optimizer_state = Tier::kHost;
+  units[0].param_bytes = 64;
+  units[0].params_host = store.allocate_host(64, "parameters");
+  units[0].gradients_host = store.allocate_host(64, "gradients");
+  engine.configure(std::move(units), {});
+  int run = 0;  // CPU lane's thread only, until the end
+  for (int round = 0; round < 1000; ++round) {
+    engine.send_gradients(0, {});
+    engine.send_gradients(0, {});
+    engine.commit(0, [&] { ++run; });
+  }
+  engine.synchronize();
+  CHECK_EQ(run, 1000);
+}
+
+TEST_CASE("the rest of an update that was taken back is not run") {
+  const auto budget = std::make_shared<Budget>(1 << 20);
+  HostDevice device(budget);
+  HostStore store({budget, budget, true, {}});
+  Engine engine(device, store);
+  std::vector<UnitBlocks> units(1);
+  units[0].plan.parameters = units[0].plan.gradients = units[0].plan.optimizer_state = Tier::kHost;
+  units[0].param_bytes = 64;
+  units[0].params_host = store.allocate_host(64, "parameters");
+  units[0].gradients_host = store.allocate_host(64, "gradients");
+  engine.configure(std::move(units), {});
+  std::promise<void> first;
+  AheadWork work;
+  work.update = [&] { first.set_value(); };
+  engine.send_gradients(0, {}, std::move(work), /*more=*/true);
+  first.get_future().wait();
+  CHECK(engine.withdraw(0));
+  bool rest = false, all = false;
+  work.update = [&] { rest = true; };
+  engine.send_gradients(0, {}, std::move(work));
+  engine.wait_gradients(0);
+  CHECK(!engine.keep_ahead(0));
+  engine.commit(0, [&] { all = true; });
+  engine.synchronize();
+  CHECK(!rest);
+  CHECK(all);
 }
 
 TEST_CASE("an engine closed with work in flight ends") {
