@@ -96,7 +96,7 @@ class WarmSteps:
         self._one_pass = True
 
     def forward_begins(self, num_steps: int, goes_on: bool) -> None:
-        """A forward of the size that is timed, or an other one where a step `goes_on`, begins."""
+        """A forward of the size that is timed, or another one where a step `goes_on`, begins."""
         current = self._current
         if current is None:
             if num_steps >= self._from_step and not goes_on and not self.are_over():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,3 +119,25 @@ def assert_bit_equal(ours: Result, reference: Result) -> None:
         ours.model.named_buffers(), reference.model.named_buffers(), strict=True
     ):
         assert torch.equal(a, b), f"buffer {name} differs"
+
+
+def compare_with_plain(loop: Loop, kind: str, *, prepare: Any = None, wrap: Any = None,
+                       **training: Any) -> dict[str, Any]:  # fmt: skip
+    """Train under a forced plan of one kind and plainly, to the bit; return the engine's counts.
+
+    Args:
+        wrap: keywords of the wrapper.
+        training: keywords of train() for both.
+    """
+    counted: dict[str, Any] = {}
+
+    def watched(model: nn.Module, optimizer: Optimizer, step: int) -> float:
+        loss = loop(model, optimizer, step)
+        if isinstance(model, AutoHeteWrapper):
+            counted.update(model.run.engine.counters())
+        return loss
+
+    keywords = {"plan": partial(forced_plan, kinds=kind), **(wrap or {})}
+    ours = train(wrap=keywords, loop=watched, prepare=prepare, **training)
+    assert_bit_equal(ours, train(wrap=None, loop=loop, **training))
+    return counted

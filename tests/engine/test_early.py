@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from models import batch, make_gpt
-from oracle import adamw, assert_bit_equal, forced_plan, plain_loop, train
+from oracle import adamw, assert_bit_equal, compare_with_plain, forced_plan, plain_loop, train
 
 from autohete import AutoHeteWrapper
 from autohete.run import Run
@@ -20,22 +20,9 @@ SMALL = partial(make_gpt, layers=3)
 
 def compare(loop, kind="all+c", steps=STEPS, optimizer=adamw, build=SMALL, prepare=None, **wrap):
     """Train under a forced plan and plainly; returns what the engine counted."""
-    counted = {}
-
-    def watched(model, opt, step):
-        loss = loop(model, opt, step)
-        if isinstance(model, AutoHeteWrapper):
-            counted.update(model.run.engine.counters())
-        return loss
-
-    plan = partial(forced_plan, kinds=kind)
-    ours = train(
-        wrap={"plan": plan, **wrap}, steps=steps, loop=watched, optimizer=optimizer, build=build,
-        prepare=prepare,
-    )  # fmt: skip
-    reference = train(wrap=None, steps=steps, loop=loop, optimizer=optimizer, build=build)
-    assert_bit_equal(ours, reference)
-    return counted
+    return compare_with_plain(
+        loop, kind, prepare=prepare, wrap=wrap, steps=steps, optimizer=optimizer, build=build
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 from models import batch, make_gpt
-from oracle import adamw, assert_bit_equal, forced_plan, plain_loop, train
+from oracle import adamw, compare_with_plain, forced_plan, plain_loop
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -42,19 +42,7 @@ def halves(monkeypatch):
 
 
 def compare(loop=plain_loop, kind="all", build=SMALL, prepare=None, steps=STEPS, **wrap):
-    counted = {}
-
-    def watched(model, optimizer, step):
-        loss = loop(model, optimizer, step)
-        if isinstance(model, AutoHeteWrapper):
-            counted.update(model.run.engine.counters())
-        return loss
-
-    plan = partial(forced_plan, kinds=kind)
-    ours = train(wrap={"plan": plan, **wrap}, loop=watched, build=build, steps=steps,
-                 prepare=prepare)  # fmt: skip
-    assert_bit_equal(ours, train(wrap=None, loop=loop, build=build, steps=steps))
-    return counted
+    return compare_with_plain(loop, kind, prepare=prepare, wrap=wrap, steps=steps, build=build)
 
 
 @pytest.mark.parametrize("kind", ["state", "all", "all+c"])

@@ -376,23 +376,36 @@ TEST_CASE("two threads that wait for different units both go on") {
   CHECK(ticks >= 2);
 }
 
+// An engine of one unit whose parameters, gradients and state are on the host.
+struct OneUnit {
+  static constexpr std::size_t kBytes = 128;
+  std::shared_ptr<Budget> budget = std::make_shared<Budget>(1 << 20);
+  HostDevice device{budget};
+  HostStore store{{budget, budget, true, {}}};
+  BlockPtr to = store.allocate_host(kBytes, "gradients");
+  BlockPtr gradients = store.allocate_device(kBytes, "gradients");
+  BlockPtr spare = store.allocate_host(kBytes, "spare");
+  Engine engine{device, store};
+
+  OneUnit() {
+    std::vector<UnitBlocks> units(1);
+    UnitPlan& plan = units[0].plan;
+    plan.parameters = plan.gradients = plan.optimizer_state = Tier::kHost;
+    units[0].param_bytes = kBytes;
+    units[0].params_host = store.allocate_host(kBytes, "parameters");
+    units[0].gradients_host = to;
+    engine.configure(std::move(units), {});
+  }
+};
+
 TEST_CASE(
     "an update begins when the first part of its gradients has landed, and ends with the last") {
-  const auto budget = std::make_shared<Budget>(1 << 20);
-  HostDevice device(budget);
-  HostStore store({budget, budget, true, {}});
-  HostLink& link = device.link(CopyDirection::kDeviceToHost);
   std::vector<int> done;  // CPU lane's thread only, until the last
-  Engine engine(device, store);
-  std::vector<UnitBlocks> units(1);
-  units[0].plan.parameters = units[0].plan.gradients = units[0].plan.optimizer_state = Tier::kHost;
-  units[0].param_bytes = 128;
-  units[0].params_host = store.allocate_host(128, "parameters");
-  units[0].gradients_host = store.allocate_host(128, "gradients");
-  const BlockPtr gradients = store.allocate_device(128, "gradients"),
-                 spare = store.allocate_host(128, "spare");
-  std::byte* const to = units[0].gradients_host->data();
-  engine.configure(std::move(units), {});
+  OneUnit unit;
+  Engine& engine = unit.engine;
+  HostLink& link = unit.device.link(CopyDirection::kDeviceToHost);
+  std::byte* const to = unit.to->data();
+  std::byte* const from = unit.gradients->data();
   const auto part = [&](int number, std::promise<void>& promise) {
     AheadWork work;
     work.update = [&, number] { done.push_back(number), promise.set_value(); };
@@ -401,13 +414,13 @@ TEST_CASE(
   for (int step = 0; step < 2; ++step) {
     std::promise<void> first, second;
     done.clear();
-    engine.send_gradients(0, {{to, gradients->data(), 64}}, part(1, first), /*more=*/true);
+    engine.send_gradients(0, {{to, from, 64}}, part(1, first), /*more=*/true);
     first.get_future().wait();
     CHECK(engine.state(0).progress == Progress::kLeaving);
     link.hold();
-    engine.send_gradients(0, {{to + 64, gradients->data() + 64, 64}}, part(2, second));
+    engine.send_gradients(0, {{to + 64, from + 64, 64}}, part(2, second));
     CHECK(engine.keep_ahead(0));
-    engine.commit_ahead(0, spare, [&] { done.push_back(3); }, step == 1);
+    engine.commit_ahead(0, unit.spare, [&] { done.push_back(3); }, step == 1);
     CHECK(engine.state(0).progress == Progress::kCommitted);
     CHECK_EQ(done.size(), 1u);
     link.release_all();
@@ -417,31 +430,22 @@ TEST_CASE(
 }
 
 TEST_CASE("an update whose last gradients need none ends when those have landed, too") {
-  const auto budget = std::make_shared<Budget>(1 << 20);
-  HostDevice device(budget);
-  HostStore store({budget, budget, true, {}});
-  HostLink& link = device.link(CopyDirection::kDeviceToHost);
-  Engine engine(device, store);
-  std::vector<UnitBlocks> units(1);
-  units[0].plan.parameters = units[0].plan.gradients = units[0].plan.optimizer_state = Tier::kHost;
-  units[0].param_bytes = 128;
-  units[0].params_host = store.allocate_host(128, "parameters");
-  units[0].gradients_host = store.allocate_host(128, "gradients");
-  const BlockPtr gradients = store.allocate_device(128, "gradients"),
-                 spare = store.allocate_host(128, "spare");
-  std::byte* const to = units[0].gradients_host->data();
-  engine.configure(std::move(units), {});
+  OneUnit unit;
+  Engine& engine = unit.engine;
+  HostLink& link = unit.device.link(CopyDirection::kDeviceToHost);
+  std::byte* const to = unit.to->data();
+  std::byte* const from = unit.gradients->data();
   std::promise<void> first;
   AheadWork work, norms;
   work.update = [&] { first.set_value(); };
-  engine.send_gradients(0, {{to, gradients->data(), 64}}, std::move(work), /*more=*/true);
+  engine.send_gradients(0, {{to, from, 64}}, std::move(work), /*more=*/true);
   first.get_future().wait();
   bool measured = false, again = false;
   norms.measure = [&] { measured = true; };
   link.hold();
-  engine.send_gradients(0, {{to + 64, gradients->data() + 64, 64}}, std::move(norms));
+  engine.send_gradients(0, {{to + 64, from + 64, 64}}, std::move(norms));
   CHECK(engine.keep_ahead(0));
-  engine.commit_ahead(0, spare, [&] { again = true; }, /*always=*/false);
+  engine.commit_ahead(0, unit.spare, [&] { again = true; }, /*always=*/false);
   CHECK(engine.state(0).progress == Progress::kCommitted);
   link.release_all();
   engine.synchronize();
@@ -450,16 +454,8 @@ TEST_CASE("an update whose last gradients need none ends when those have landed,
 }
 
 TEST_CASE("gradients that come while earlier ones are on their way go after them") {
-  const auto budget = std::make_shared<Budget>(1 << 20);
-  HostDevice device(budget);
-  HostStore store({budget, budget, true, {}});
-  Engine engine(device, store);
-  std::vector<UnitBlocks> units(1);
-  units[0].plan.parameters = units[0].plan.gradients = units[0].plan.optimizer_state = Tier::kHost;
-  units[0].param_bytes = 64;
-  units[0].params_host = store.allocate_host(64, "parameters");
-  units[0].gradients_host = store.allocate_host(64, "gradients");
-  engine.configure(std::move(units), {});
+  OneUnit unit;
+  Engine& engine = unit.engine;
   int run = 0;  // CPU lane's thread only, until the end
   for (int round = 0; round < 1000; ++round) {
     engine.send_gradients(0, {});
@@ -471,16 +467,8 @@ TEST_CASE("gradients that come while earlier ones are on their way go after them
 }
 
 TEST_CASE("the rest of an update that was taken back is not run") {
-  const auto budget = std::make_shared<Budget>(1 << 20);
-  HostDevice device(budget);
-  HostStore store({budget, budget, true, {}});
-  Engine engine(device, store);
-  std::vector<UnitBlocks> units(1);
-  units[0].plan.parameters = units[0].plan.gradients = units[0].plan.optimizer_state = Tier::kHost;
-  units[0].param_bytes = 64;
-  units[0].params_host = store.allocate_host(64, "parameters");
-  units[0].gradients_host = store.allocate_host(64, "gradients");
-  engine.configure(std::move(units), {});
+  OneUnit unit;
+  Engine& engine = unit.engine;
   std::promise<void> first;
   AheadWork work;
   work.update = [&] { first.set_value(); };
