@@ -80,6 +80,7 @@ class CountRows : RowWriter {
       SegmentVariables& v = of_[g];
       v.y = indicator("y" + tag, v.o, n);
       v.z = indicator("z" + tag, v.p, n);
+      at_least(v.p, Expression().add(v.z, 1));  // a window saves uploads of what streams only
       v.q = indicator("q" + tag, v.c, n);
       v.x = new_variable("x" + tag, n);
       at_least(v.x, Expression().add(v.c, 1).add(v.o, 1).add(-n));

@@ -2,8 +2,9 @@
 // built-in exact search and any other solver read the same rows, so they optimise the same thing.
 //
 // Every auxiliary variable is *defined from below*: its bounds say "variable >= terms + constant",
-// and nothing gains from a larger one. So for given counts its value is the largest of its bounds
-// (rounded up when integer), computed in one pass in the order of the variables: evaluate().
+// and nothing gains from a larger one (z would, and is at most p). So for given counts its value is
+// the largest of its bounds (rounded up when integer), computed in one pass in the order of the
+// variables: evaluate().
 //
 // A super-layer (segments.h) counts with its sums; where a row means one layer (window slots, the
 // leaving gradients, a loop's own D, U, H, f, b beside y) with its largest layer's bytes and its
@@ -106,7 +107,7 @@ struct Bound {
 struct Formulation {
   std::vector<Segment> segments;
   std::vector<Variable> variables;  // c, p, o of segment 0, of segment 1, ...; then auxiliary ones
-  std::vector<Bound> bounds;        // each after the bounds of what it mentions; p <= o bounds o
+  std::vector<Bound> bounds;        // each after the bounds of what it mentions; p <= o bounds o, z <= p p
   int device = 0, host = 0, step = 0;  // indices of variables
   double device_scale = 1, host_scale = 1, time_scale = 1;
   double tie_break = 0;  // cost of one count
