@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "csrc/bindings/budget_allocator.h"
+#include "csrc/bindings/python_error.h"
 #include "csrc/bindings/torch_engine.h"
 #include "csrc/device/host_device.h"
 #include "csrc/device/host_store.h"
@@ -186,7 +187,10 @@ void bind_engine(py::module_& module) {
       .def(
           "set_ranks",
           [](TorchEngine& self, int rank, int size, TorchEngine::Share share, bool own_gradients) {
-            self.set_ranks({rank, size, own_gradients}, std::move(share));
+            self.set_ranks({rank, size, own_gradients},
+                           [share = std::move(share)](int unit, std::vector<at::Tensor> tensors) {
+                             call_python([&] { share(unit, std::move(tensors)); });
+                           });
           },
           py::arg("rank"), py::arg("size"), py::arg("share"), py::kw_only(),
           py::arg("own_gradients") = false)
@@ -288,6 +292,8 @@ void bind_runtime(py::module_& module) {
       std::rethrow_exception(error);
     } catch (const OutOfMemory& e) {
       PyErr_SetString(out_of_memory, e.what());
+    } catch (const PythonError& e) {
+      e.set();
     }
   });
   bind_device(module);

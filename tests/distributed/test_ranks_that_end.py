@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -54,6 +55,35 @@ def test_a_killed_rank_is_named_by_all_others_within_30_seconds(size, victim):
             continue
         assert one.exitcode == 1
         assert f"rank {victim} " in (one.error or "").splitlines()[-1]
+
+
+class BroughtError(Exception):
+    pass
+
+
+def asks_again(rank: int, size: int) -> list[str]:
+    """Bringing parts together fails on a thread of the engine's; everybody who asks hears of it."""
+    trained, optimizer = trainer()
+    step(trained, optimizer, 0, rank)
+    trained.run.synchronize()
+
+    def fails(*_: Any) -> None:
+        raise BroughtError("as it was raised")
+
+    trained.run.ranks.bring_parts = fails
+    with contextlib.suppress(BroughtError):  # by then, or not
+        step(trained, optimizer, 1, rank)
+    heard = []
+    for ask in (trained.run.synchronize, trained.run.synchronize, trained.state_dict):
+        with pytest.raises(BroughtError) as error:
+            ask()
+        heard.append(str(error.value))
+    return heard
+
+
+def test_an_error_of_the_engines_threads_can_be_raised_again():
+    for heard in run(2, asks_again):
+        assert heard == ["as it was raised"] * 3
 
 
 def uneven(rank: int, size: int) -> None:
