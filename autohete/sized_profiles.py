@@ -144,6 +144,7 @@ def blend(low: _C.Profile, high: _C.Profile, share: float) -> _C.Profile:
     profile.units = units
     profile.fixed_device_bytes = math.ceil(between(low.fixed_device_bytes, high.fixed_device_bytes))
     profile.outside_seconds = between(low.outside_seconds, high.outside_seconds)
+    profile.loop_seconds = between(low.loop_seconds, high.loop_seconds)
     return profile
 
 
@@ -159,6 +160,7 @@ def upper_of(one: _C.Profile, other: _C.Profile) -> _C.Profile:
     profile.units = units
     profile.fixed_device_bytes = max(one.fixed_device_bytes, other.fixed_device_bytes)
     profile.outside_seconds = max(one.outside_seconds, other.outside_seconds)
+    profile.loop_seconds = max(one.loop_seconds, other.loop_seconds)
     profile.gradients_persist = one.gradients_persist or other.gradients_persist
     return profile
 

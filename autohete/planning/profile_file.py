@@ -19,6 +19,8 @@ VERSION = 1
 DEFAULT_NAME = "autohete_profile.json"
 _MOST_BYTES = 256 << 20  # four times what 100,000 units take
 
+PASS_SECONDS = ("outside_seconds", "loop_seconds")
+UNIT_SECONDS = ("forward_seconds", "backward_seconds", "recompute_seconds")
 _UNIT_FIELDS: dict[str, type] = {
     "name": str,
     "kind": str,
@@ -73,6 +75,7 @@ _PROFILE_FIELDS: dict[str, type] = {
     "fixed_device_bytes": int,
     "fixed_host_bytes": int,
     "outside_seconds": float,
+    "loop_seconds": float,
     "gradient_accumulation_steps": int,
     "gradients_persist": bool,
     "speculates": bool,
@@ -110,7 +113,8 @@ def profile_from_dict(data: Any, where: str = "profile") -> _C.Profile:
     profile = _C.Profile()
     # Of files from before they were written.
     alone = _fields_of(_C.RankProfile(), _RANK_FIELDS)
-    data = _with_later_fields(data, speculates=False, outside_seconds=0.0, ranks=alone)
+    later = {"speculates": False, "ranks": alone, **dict.fromkeys(PASS_SECONDS, 0.0)}
+    data = _with_later_fields(data, **later)
     _check_keys(data, {*_PROFILE_FIELDS, "hardware", "ranks", "units"}, where)
     _set_fields(profile, data, _PROFILE_FIELDS, where)
     hardware = _C.HardwareProfile()

@@ -85,7 +85,7 @@ def write_trace(
             "ph": "X",
             "pid": 0,
             "tid": lanes.index(span.lane),
-            "name": f"{span.what} {names[span.unit]}",
+            "name": span.what if span.what == "loop" else f"{span.what} {names[span.unit]}",
             "cat": span.what,
             "ts": span.start_seconds * 1e6,
             "dur": (span.end_seconds - span.start_seconds) * 1e6,

@@ -95,6 +95,7 @@ void bind_data(py::module_& module) {
       .def_readwrite("fixed_device_bytes", &Profile::fixed_device_bytes)
       .def_readwrite("fixed_host_bytes", &Profile::fixed_host_bytes)
       .def_readwrite("outside_seconds", &Profile::outside_seconds)
+      .def_readwrite("loop_seconds", &Profile::loop_seconds)
       .def_readwrite("gradient_accumulation_steps", &Profile::gradient_accumulation_steps)
       .def_readwrite("gradients_persist", &Profile::gradients_persist)
       .def_readwrite("speculates", &Profile::speculates)

@@ -174,7 +174,7 @@ LaneSeconds lane_seconds(const Profile& profile, const Plan& plan) {
   validate(profile, plan);
   const double repeats = profile.gradient_accumulation_steps;
   LaneSeconds lanes;
-  lanes.compute = repeats * profile.outside_seconds;
+  lanes.compute = repeats * profile.outside_seconds + profile.loop_seconds;
   for (std::size_t i = 0; i < plan.units.size(); ++i) {
     const UnitSeconds unit = unit_seconds(profile.units[i], profile);
     const UnitPlan& placed = plan.units[i];

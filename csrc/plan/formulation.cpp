@@ -26,7 +26,7 @@ class CountRows : RowWriter {
   void set_scales() {
     double device = static_cast<double>(profile_.fixed_device_bytes) + 1;
     double host = static_cast<double>(profile_.fixed_host_bytes) + 1;
-    double time = profile_.outside_seconds;
+    double time = profile_.outside_seconds + profile_.loop_seconds;
     int units = 0;
     for (const Segment& s : out_.segments) {
       const UnitProfile& u = s.unit;

@@ -72,6 +72,7 @@ class TimeRows : RowWriter {
     out_.step = new_variable("T", kUnlimited);
     const double m = profile_.gradient_accumulation_steps;
     Expression compute, cpu, d2h, h2d, gather;
+    compute.add(profile_.loop_seconds / out_.time_scale);
     for (int g = 0; g < num_segments(); ++g) {
       const SegmentVariables& v = of_[g];
       const UnitSeconds& s = seconds(g);

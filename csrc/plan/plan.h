@@ -89,6 +89,8 @@ struct Profile {
   // Compute of each forward and backward pass that is no unit's: the loss, the loop itself. It
   // falls between the last forward and the first backward.
   double outside_seconds = 0;
+  // Likewise of each step behind its last backward and the updates on the device: step(), the loop.
+  double loop_seconds = 0;
   int gradient_accumulation_steps = 1;
   // Gradients of units updated on the device live on through the next forward (preallocated, or
   // zeroed late). False: they appear during backward and are gone before the next forward.

@@ -50,8 +50,8 @@ class SimulatedState {
  public:
   SimulatedState(const Profile& profile, const Plan& plan, const SimulationPolicy& order);
 
-  // What compute is busy with is a unit of the walk, not gradients being taken up.
-  bool visiting() const { return lanes[SimulatedLane::kCompute].busy && !taking_up; }
+  // What compute is busy with is a unit of the walk, not gradients being taken up or the loop.
+  bool visiting() const { return lanes[SimulatedLane::kCompute].busy && !taking_up && !looping; }
   bool running(int unit) const { return visiting() && lanes[SimulatedLane::kCompute].unit == unit; }
   bool updating() const { return walk.action() == SimulatedWalk::Action::kDeviceUpdate; }
   bool waits_to_visit() const { return !visiting() && !held && !updating(); }
@@ -86,6 +86,7 @@ class SimulatedState {
   int gates_open = 0;      // steps whose updates may start
   bool held = false;       // a backward has ended, and waits until gradients have left
   bool taking_up = false;  // what compute is busy with
+  bool looping = false;    // likewise, or about to
 
  private:
   int updates_needed(int unit) const;

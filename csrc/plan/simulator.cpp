@@ -22,6 +22,7 @@ class Simulator {
  public:
   Simulator(const Profile& profile, const Plan& plan, const SimulationPolicy& policy, bool keep)
       : keep_(keep),
+        loop_seconds_(profile.loop_seconds),
         state_(profile, plan, policy),
         uploads_(state_, plan.window),
         gradients_(state_),
@@ -63,6 +64,10 @@ class Simulator {
   // ---- compute lane
   bool start_compute() {
     if (compute().busy || over()) return false;
+    if (state_.looping) {
+      state_.lanes.begin(SimulatedLane::kCompute, 0, "loop", loop_seconds_);
+      return true;
+    }
     if (!state_.held && collectives_.must_take_up()) return collectives_.start_taking_up();
     if (!may_visit()) return false;
     SimulatedUnit& unit = state_.units[walk().unit()];
@@ -91,6 +96,7 @@ class Simulator {
   }
 
   void end_compute(int k) {
+    if (state_.looping) return end_loop();
     if (state_.taking_up) return end_taking_up(k);
     if (walk().action() == Action::kBackward) {
       if (state_.exchanges && walk().last_repeat() && state_.units[k].trainable) {
@@ -120,7 +126,13 @@ class Simulator {
     turn();
   }
   void turn() {
-    if (state_.walk.turn()) step_ended_ = state_.lanes.now();
+    if (!state_.walk.turn()) return;
+    step_ended_ = state_.lanes.now();
+    state_.looping = loop_seconds_ > 0;
+  }
+  void end_loop() {
+    state_.looping = false;
+    step_ended_ = state_.lanes.now();
   }
 
   // ---- the other lanes' ends
@@ -203,12 +215,14 @@ class Simulator {
       if (!unit.host_state) out.compute_seconds += unit.seconds.device_update;
       out.leaving_bytes.push_back(unit.others_leaving);
     }
+    out.compute_seconds += loop_seconds_;
     out.gap_seconds = mean_of_second_half(gaps_);
     out.spans = std::move(spans_);
     return out;
   }
 
   const bool keep_;
+  const double loop_seconds_;
   SimulatedState state_;
   SimulatedUploads uploads_;
   SimulatedGradients gradients_;

@@ -45,7 +45,8 @@ constexpr std::size_t kNumSimulatedLanes = 6;
 struct SimulatedSpan {
   SimulatedLane lane;
   int unit;
-  // "forward", "backward", "take up", "update", "upload", "download", "exchange", "gather"
+  // "forward", "backward", "take up", "update", "upload", "download", "exchange", "gather", or
+  // "loop": what follows a step, of no unit (the first one's number stands there)
   std::string what;
   double start_seconds;
   double end_seconds;

@@ -107,6 +107,7 @@ void validate(const Profile& profile) {
   require_bytes("profile", "fixed_device_bytes", profile.fixed_device_bytes);
   require_bytes("profile", "fixed_host_bytes", profile.fixed_host_bytes);
   require_seconds("profile", "outside_seconds", profile.outside_seconds);
+  require_seconds("profile", "loop_seconds", profile.loop_seconds);
   require(profile.chunk_bytes >= 1, "profile: chunk_bytes is 0, expected at least 1");
   const int m = profile.gradient_accumulation_steps;
   const int most = std::max(1, kMaxVisits / static_cast<int>(profile.units.size()));

@@ -73,6 +73,7 @@ def random_profile(rng: random.Random, max_segments: int = 3, max_count: int = 5
         fixed_device_bytes=rng.randint(0, 10**5),
         fixed_host_bytes=rng.randint(0, 10**5),
         outside_seconds=rng.choice([0.0, rng.uniform(0, 0.1)]),
+        loop_seconds=rng.choice([0.0, rng.uniform(0, 0.1)]),
         gradients_persist=rng.random() < 0.5,
         gradient_accumulation_steps=rng.choice([1, 1, 1, 3]),
     )
@@ -190,7 +191,9 @@ def formula_seconds(
             leaving += loss
             B[g] = max(B[g], leaving, leaving + (c - o) * again[g])
     bounds = [
-        m * (sum(F) + sum(B)) + sum((n[g] - counts[g][2]) * s[g].A for g in every),
+        m * (sum(F) + sum(B))
+        + sum((n[g] - counts[g][2]) * s[g].A for g in every)
+        + profile.loop_seconds,
         sum(counts[g][2] * s[g].U for g in every),
         m * sum(counts[g][2] * s[g].D for g in every),
         sum(

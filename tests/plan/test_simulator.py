@@ -124,6 +124,30 @@ def test_the_gap_is_from_the_end_of_a_steps_compute_to_the_next_forward() -> Non
     assert waiting.gap_seconds == exactly(3)  # as above: b0 ends at 4, f0 begins at 7
 
 
+def test_the_loop_follows_the_updates_of_the_device_once_a_step() -> None:
+    profile = make_profile(
+        trained(2),
+        device_params_per_second=4.0,
+        loop_seconds=1.5,
+        gradient_accumulation_steps=3,
+    )
+    whole = _C.simulate(profile, plan_of(profile), policy(), True)
+    assert whole.step_seconds == exactly(18 + 2 * 0.25 + 1.5)
+    assert whole.compute_seconds == exactly(18 + 2 * 0.25 + 1.5)
+    assert whole.gap_seconds == exactly(0)
+    loops = [s for s in whole.spans if s.what == "loop"]
+    assert len(loops) == 5  # the last step is over without it
+    assert all(s.end_seconds - s.start_seconds == exactly(1.5) for s in loops)
+    assert _C.lane_seconds(profile, plan_of(profile))["compute"] == exactly(18 + 2 * 0.25 + 1.5)
+
+
+def test_updates_and_uploads_hide_behind_the_loop() -> None:
+    # As above b0 ends at 4 and H0 at 7: the loop goes on from 4 meanwhile.
+    for loop, expected in ((2, 9), (3, 9), (4, 10)):
+        profile = make_profile(trained(2), loop_seconds=float(loop))
+        assert step(profile, plan_of(profile, state={0, 1})) == exactly(expected)
+
+
 def test_gated_updates_start_when_the_whole_backward_has_ended() -> None:
     # Only unit 1 is offloaded: ungated U1 3-6 hides behind b0 (2-4) and f0 (4-5) all but 1 + H1.
     profile = make_profile(trained(2), cpu_params_per_second=1 / 3)
