@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -118,6 +119,8 @@ class Ranks:
             )
         self._meshes: dict[str, Any] = {}  # by device type
         self._buffers: dict[Any, Tensor] = {}  # by group
+        self.parts_seconds = 0.0
+        """Spent by the share thread on parts so far, waits for other ranks among them."""
         self._pulse = Pulse(store_of(self.host), self.rank, self.size)
 
     def name(self, index: int) -> str:
@@ -232,6 +235,7 @@ class Ranks:
             tensors: contiguous; rank r has rows [r * n, (r + 1) * n), n = rows / size, rounded up.
             group: `parts` from the share thread, `exchange` from the hook thread.
         """
+        start = time.perf_counter()
         with torch.no_grad():
             rows = [-(-len(t) // self.size) for t in tensors]
             sizes = [n * t.nbytes // len(t) for n, t in zip(rows, tensors, strict=True)]
@@ -252,6 +256,8 @@ class Ranks:
                 if rank != self.rank:
                     for theirs, mine in self._pairs(every[rank], tensors, rows, rank):
                         mine.copy_(theirs)
+        if group is self.parts:
+            self.parts_seconds += time.perf_counter() - start
 
     def _share_parts(self, value: T) -> T:
         """share(), from the share thread."""

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from autohete.distributed import Ranks
 from autohete.exchange_buckets import Bucket, Version, buckets_of, trained
+from autohete.rank_times import ExchangeTimes
 from autohete.units import Unit
 
 
@@ -38,6 +39,7 @@ class _Sent:
     unit: int
     memory: Tensor
     parts: list[tuple[Bucket, Tensor, Any]]
+    times: ExchangeTimes | None
 
 
 class GradientExchange:
@@ -58,7 +60,7 @@ class GradientExchange:
         arrived: Callable[[int], None],
         own_rows: bool = False,
     ) -> None:
-        self._ranks = ranks
+        self.ranks = ranks
         self.own_rows = own_rows
         self._prepare, self._arrived = prepare, arrived
         self._units = units
@@ -78,6 +80,7 @@ class GradientExchange:
         """Spent on it so far, waits for other ranks among them."""
         self.packing_seconds = 0.0
         """Of it, what was not spent waiting."""
+        self.timing: Callable[[], ExchangeTimes | None] = lambda: None
         self.wants_plan: Callable[[], bool] = lambda: False
         self.plan_is_due = False
         """Some rank wanted a new plan when the last backward ended; all ranks know."""
@@ -135,14 +138,16 @@ class GradientExchange:
         self._prepare(unit)
         start = time.perf_counter()
         memory = self._spare.pop() if self._spare else self._make_buffer(buckets)
-        sent, offset = _Sent(unit, memory, []), 0
+        sent, offset = _Sent(unit, memory, [], self.timing()), 0
         with torch._C.DisableTorchFunctionSubclass():
             for bucket in buckets:
                 flat = memory[offset : offset + bucket.nbytes].view(bucket.dtype)
                 offset += bucket.nbytes
-                bucket.pack(flat, self._ranks.size)
-                work = bucket.start(flat, self._ranks)
+                bucket.pack(flat, self.ranks.size)
+                work = bucket.start(flat, self.ranks)
                 sent.parts.append((bucket, flat, work))
+        if sent.times:
+            sent.times.sent(unit, [work for _, _, work in sent.parts])
         self._sent.append(sent)
         self._count(start, packing=True)
 
@@ -152,11 +157,13 @@ class GradientExchange:
             sent = self._sent.popleft()
             for bucket, flat, work in sent.parts:
                 start = time.perf_counter()
-                self._ranks.wait(work, "the exchange of gradients", self._ranks.exchange)
+                self.ranks.wait(work, "the exchange of gradients", self.ranks.exchange)
                 start = self._count(start, packing=False)
                 with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                     bucket.unpack(flat)
                 self._count(start, packing=True)
+            if sent.times:
+                sent.times.landed()
             self._spare.append(sent.memory)
             self._arrived(sent.unit)
 
@@ -173,7 +180,7 @@ class GradientExchange:
         have = [p for bucket in self._buckets[unit] for p in bucket.parameters]
         wanted = trained(self._units[unit])
         if len(have) != len(wanted) or {id(p) for p in have} != {id(p) for p in wanted}:
-            self._buckets[unit] = buckets_of(self._units[unit], self._ranks, self.own_rows)
+            self._buckets[unit] = buckets_of(self._units[unit], self.ranks, self.own_rows)
             self._spare.clear()
         return self._buckets[unit]
 
@@ -197,8 +204,8 @@ class GradientExchange:
         marks[list(units)] = 1
         marks[-1] = int(self.wants_plan())
         start = time.perf_counter()
-        work = dist.all_reduce(marks, dist.ReduceOp.MAX, group=self._ranks.host, async_op=True)
-        self._ranks.wait(work, "the end of backward", self._ranks.host)
+        work = dist.all_reduce(marks, dist.ReduceOp.MAX, group=self.ranks.host, async_op=True)
+        self.ranks.wait(work, "the end of backward", self.ranks.host)
         self._count(start, packing=False)
         *of_units, plan = marks.tolist()
         self.plan_is_due = self.plan_is_due or bool(plan)
@@ -226,8 +233,8 @@ class GradientExchange:
         for part, counts in parts:
             if counts:
                 square += torch.linalg.vector_norm(part).double().cpu().square()
-        work = dist.all_reduce(square, group=self._ranks.host, async_op=True)
-        self._ranks.wait(work, "the norm of all gradients", self._ranks.host)
+        work = dist.all_reduce(square, group=self.ranks.host, async_op=True)
+        self.ranks.wait(work, "the norm of all gradients", self.ranks.host)
         factor = min(limit / (square.sqrt().item() + 1e-6), 1.0)
         for part, _ in parts if factor != 1.0 else ():
             part.mul_(factor)

@@ -11,18 +11,22 @@ from autohete import _C
 from autohete.distributed import Ranks
 from autohete.planning import InfeasibleError, Plan
 from autohete.planning.profile_file import (
+    PASS_SECONDS,
+    UNIT_SECONDS,
     plan_from_dict,
     plan_to_dict,
     profile_from_dict,
     profile_to_dict,
 )
 
+_LARGE_BYTES = 32 << 20
+
 
 def merged_profile(ranks: Ranks | None, profile: _C.Profile) -> _C.Profile:
     """Return what holds on every rank."""
     if ranks is None:
         return profile
-    return profile_from_dict(slowest(ranks.gather(profile_to_dict(profile))))
+    return profile_from_dict(_merged(ranks.gather(profile_to_dict(profile))))
 
 
 def agree_on_plan(
@@ -70,6 +74,32 @@ def everywhere(ranks: Ranks | None, apply: Callable[[], None]) -> None:
     for rank, what in enumerate(ranks.gather(failure) if ranks else ()):
         if what is not None and ranks:
             raise torch.OutOfMemoryError(f"{what} (on {ranks.name(rank)})")
+
+
+def _merged(profiles: list[dict[str, Any]]) -> dict[str, Any]:
+    """The most bytes, the seconds of the rank that computes longest, and the least rates.
+
+    Seconds are of one rank together, and so are those of collectives: the longest of each would
+    add up the noise of all ranks to a step that none of them takes.
+    """
+    merged: dict[str, Any] = slowest(profiles)
+    longest = max(profiles, key=_compute_seconds)
+    merged.update({name: longest[name] for name in PASS_SECONDS})
+    for unit, of_longest in zip(merged["units"], longest["units"], strict=True):
+        unit.update({name: of_longest[name] for name in UNIT_SECONDS})
+    merged["ranks"] = max((profile["ranks"] for profile in profiles), key=_exchange_seconds)
+    return merged
+
+
+def _compute_seconds(profile: dict[str, Any]) -> float:
+    inside = sum(unit[name] for unit in profile["units"] for name in UNIT_SECONDS)
+    return float(inside + sum(profile[name] for name in PASS_SECONDS))
+
+
+def _exchange_seconds(rates: dict[str, Any]) -> float:
+    """Of a large unit, beside compute."""
+    alone = rates["exchange_latency_seconds"] + _LARGE_BYTES / rates["exchange_bytes_per_second"]
+    return float(alone / rates["collective_share_during_compute"])
 
 
 def slowest(profiles: list[Any]) -> Any:

@@ -23,7 +23,8 @@ from autohete.units import Unit
 
 _SMALL, _MOST = 4 << 10, 32 << 20  # bytes
 _TURNS_BYTES, _MOST_TURNS = 64 << 20, 32  # gradients of a machine's ranks that take turns
-_REPEATS = 5
+_REPEATS, _MOST_REPEATS = 5, 40
+_ENOUGH_SECONDS = 0.2  # on one collective, once it was repeated; a short one is noisier
 _MOST_SECONDS = 2.0  # on one collective, so that a slow link is not timed for minutes
 _BESIDE = 12  # exchanges that compute is beside
 _PIECE = 192  # rows of the matrices that stand for compute
@@ -70,7 +71,7 @@ def measured_rates(
     rates.pack_bytes_per_second = timer.pack_rate()
     rates.collective_share_during_other = 0.5  # one link for both
     if device.type == "cpu":  # cores are shared; a GPU's collectives leave compute alone
-        compute, collective = timer.shares()
+        compute, collective = timer.shares(rates)
         rates.compute_share_during_collective = compute
         rates.cpu_share_during_collective = compute
         rates.collective_share_during_compute = collective
@@ -190,7 +191,9 @@ class _Timer:
             self._ranks.gather(None)
             taken.append(run())
             spent = max(self._ranks.gather(time.perf_counter() - start))  # all stop together
-            enough = len(taken) == _REPEATS or spent > _MOST_SECONDS
+            num = len(taken)
+            enough = num >= _REPEATS and (spent > _ENOUGH_SECONDS or num >= _MOST_REPEATS)
+            enough = enough or spent > _MOST_SECONDS
         return max(median(taken), 1e-9)
 
     def line(self, time_of: Callable[[_Exchanged], float]) -> tuple[float, float]:
@@ -205,16 +208,24 @@ class _Timer:
         """Bytes per second of what laying out and taking up gradients do, the mean of both."""
         return 2 * self._large_bytes / self.seconds(lambda: self.exchange(next(self._turns))[1])
 
-    def shares(self) -> tuple[float, float]:
-        """What compute and a collective keep of their rates beside each other, on shared cores.
+    def shares(self, rates: _C.RankProfile) -> tuple[float, float]:
+        """What compute and an exchange keep of their rates beside each other, on shared cores.
 
         Of several exchanges, one after the other as in backward: what one alone shows depends on
-        when the system's scheduler looked.
+        when the system's scheduler looked. An exchange's share is of the rate that was found, so
+        that both together give what it takes beside compute, which is what most of them take.
         """
-        alone = self.seconds(lambda: self.exchange(next(self._turns))[0])
-        views = next(self._turns).views(self._memory)
-        count = 1 if max(self._ranks.gather(alone)) * _BESIDE > _MOST_SECONDS else _BESIDE
+        alone = self._large_bytes / rates.exchange_bytes_per_second
+        alone += rates.exchange_latency_seconds
         piece = self.seconds(_compute)
+        longest = max(self._ranks.gather(alone))
+        count = 1 if longest * _BESIDE > _MOST_SECONDS else _BESIDE
+        times = 1 if longest * count * _REPEATS > _MOST_SECONDS else _REPEATS
+        both = [self._shares_of(count, alone, piece) for _ in range(times)]
+        return median(share for share, _ in both), median(share for _, share in both)
+
+    def _shares_of(self, count: int, alone: float, piece: float) -> tuple[float, float]:
+        views = next(self._turns).views(self._memory)
         self._ranks.gather(None)
         pieces = 0
         start = time.perf_counter()

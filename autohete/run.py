@@ -153,6 +153,7 @@ class Run:
         )  # fmt: skip
         if self.exchange:
             self.exchange.wants_plan = self.plans.is_measured
+            self.exchange.timing = self.plans.exchange_times
         self.step_seconds: list[float] = []
         self.num_steps = 0
         self.trace: RunTrace | None = None  # while the user wants one
@@ -612,7 +613,7 @@ class Run:
                 self._guard_gradients(index)
         for index in self._unguarded:
             self.settle(index)
-        self.plans.step_over()
+        self.plans.step_over(self.num_steps)
         self._count_step()
 
     def bring_device_parts(self) -> None:

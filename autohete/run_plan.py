@@ -39,6 +39,7 @@ from autohete.planning import (
 )
 from autohete.rank_plans import agree_on_plan, everywhere, merged_profile
 from autohete.rank_rates import measured_rates, stated_rates
+from autohete.rank_times import ExchangeTimes, Seen, refine
 from autohete.recompute_rules import rules_for
 from autohete.sized_profiles import Size, SizedProfiles, bucket_of, same_bytes, upper_of
 from autohete.stepping import OptimizerBridge
@@ -47,7 +48,10 @@ from autohete.warm_steps import WarmStep, WarmSteps
 
 _log = logging.getLogger("autohete")
 _RESERVE_PER_REFUSAL = 0.05  # of gpu_mem, left free after memory ran out under a plan that fits
-_WORTH_MOVING = 0.97  # a plan that takes so much of the time of the one in use
+# A plan that takes so much of the time of the one in use: steps were timed under that one, and on
+# shared cores another is predicted to some percent only.
+_WORTH_MOVING = 0.9
+_TIMED_PLANS = 2  # at most, of those gone over to
 
 
 class RunPlan:
@@ -81,10 +85,12 @@ class RunPlan:
         self.replan_seconds = 0.0
         self._meter: StepMeter | None = None
         self._warm: WarmSteps | None = None
+        self._num_timed = 0  # plans
         self._made_for = 0  # bytes of the device; on the rank that makes plans
         self._gated = True  # the plan in use was made for updates that start at step()
         self._hardware: _C.HardwareProfile | None = None
         self._rates: _C.RankProfile | None = None  # among the ranks
+        self._seen: Seen = {}  # in steps under the plan in use
         self._sized = SizedProfiles()
         self._size: Size = ()
         """Of the inputs that are being measured."""
@@ -150,10 +156,18 @@ class RunPlan:
         if self._warm and (goes_on or size == self._size):
             self._warm.forward_begins(num_steps, goes_on)
 
-    def step_over(self) -> None:
-        """step() is about to return."""
+    def step_over(self, num_steps: int) -> None:
+        """step() is about to return.
+
+        Args:
+            num_steps: taken so far.
+        """
         if self._warm:
-            self._warm.step_over()
+            self._warm.step_over(num_steps)
+
+    def exchange_times(self) -> ExchangeTimes | None:
+        """Return what the exchange of gradients reports to, while a step is timed."""
+        return self._warm.exchange_times() if self._warm else None
 
     def watch(self) -> StepMeter:
         """Measure the next pass under the plan as it is; nothing is decided from it."""
@@ -221,19 +235,22 @@ class RunPlan:
 
         Returns: whether the plan is another one now.
         """
-        first = self.plan is None
+        first, timed = self.plan is None, False
         start = time.perf_counter()
         if self._meter is not None and self._meter.complete:
             self._absorb(gradients_persist)
         elif self._warm is not None and self._warm.are_over():
             self._absorb_seconds(self._warm)
+            timed = True
         if first:
             self.plan = self._safest()
         changed = False
         if self._bridge.native and self._units:
             changed = self._plan_for_the_largest()
-            if first and self.plan is not None and self.plan.strategy != "safest":
+            is_new = first or (timed and changed and self._num_timed < _TIMED_PLANS)
+            if is_new and self.plan is not None and self.plan.strategy != "safest":
                 self._warm = WarmSteps(self._new_warm_step, num_steps)
+                self._num_timed += 1
         if changed and not first:
             self.num_replans += 1
             self.replan_seconds += time.perf_counter() - start
@@ -252,7 +269,7 @@ class RunPlan:
         return WarmStep(self._side, self._units, self._engine, self._exchange)
 
     def _absorb_seconds(self, warm: WarmSteps) -> None:
-        self._warm = None
+        self._warm, self._seen = None, warm.seen()
         if self._rates is not None:
             warm.refine_rates(self._rates)
         assert self.plan is not None
@@ -267,6 +284,9 @@ class RunPlan:
         if self._ranks:
             profile.ranks = self._rates = self._rates or self._rates_among(self._ranks)
         before, self.profile = self.profile, merged_profile(self._ranks, profile)
+        if self._ranks:
+            self._refine_among(self._ranks, self.profile)
+            self._rates = self.profile.ranks
         only_seconds = before is not None and same_bytes(before, self.profile)
 
         def make(profile: _C.Profile, plannable: int) -> Plan:
@@ -524,6 +544,12 @@ class RunPlan:
             return stated_rates(ranks, float(stated), own_rows)
         largest = max(zip(self.sizes(), self._units, strict=True), key=lambda pair: pair[0][1])[1]
         return measured_rates(ranks, self._side.torch_device, largest, own_rows)
+
+    def _refine_among(self, ranks: Ranks, profile: _C.Profile) -> None:
+        """Take up what timed steps show of waits for other ranks, if some were. Collective."""
+        of_ranks, self._seen = ranks.gather(self._seen), {}
+        if self.plan is not None:
+            refine(profile, self.plan, of_ranks, rates=self._config.rank_bandwidth is None)
 
     def _num_updated(self) -> int:
         """Of several ranks, how many this one updates."""

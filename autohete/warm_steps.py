@@ -15,10 +15,11 @@ from autohete import _C
 from autohete.devices import Side
 from autohete.exchange import GradientExchange
 from autohete.measure import StepMeter, UnitMeasure
+from autohete.planning.profile_file import UNIT_SECONDS
+from autohete.rank_times import ExchangeTimes, Seen, SeenStep
 from autohete.units import Unit
 
 _AT_ONCE = 1e18  # bytes per second
-_TIMES = ("forward_seconds", "backward_seconds", "recompute_seconds")
 
 
 class _OnlyTime:
@@ -51,13 +52,20 @@ class WarmStep(StepMeter):
         self._exchange = exchange if self._counts_the_loop else None
         if self._exchange:
             self._packed = -self._exchange.packing_seconds
+            self.parts_seconds = self._exchange.ranks.parts_seconds
+        self.exchange_times = ExchangeTimes() if self._exchange else None
         self.has_begun = False
-        self.loop_seconds: float | None = None
+        self.whole_seconds: float | None = None
         """From the forward to the end of step(), without waits and exchange; None: not known."""
+        self.ended_at = 0.0
 
     def begin(self) -> None:
         super().begin()
         self.has_begun = True
+
+    def begins_after(self, other: WarmStep) -> float:
+        """Seconds from another step's end, without waits."""
+        return self._begin[0] - other.ended_at
 
     def _first_run(
         self, unit: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -70,10 +78,15 @@ class WarmStep(StepMeter):
         Args:
             one_pass: no other forward has run since this one.
         """
+        self.ended_at = self._clock()
         if one_pass and self._counts_the_loop:
-            self.loop_seconds = self._clock() - self._begin[0]
+            self.whole_seconds = self.ended_at - self._begin[0]
         if self._exchange:
             self._packed += self._exchange.packing_seconds
+            self.parts_seconds = self._exchange.ranks.parts_seconds
+
+    def backward_of_units(self) -> list[float]:
+        return [one.backward_seconds + one.recompute_seconds for one in self.measures]
 
     def pack_rate(self) -> float | None:
         """Bytes per second at which gradients were laid out and taken up; None: not known."""
@@ -86,12 +99,15 @@ class WarmSteps:
     """As many steps as are timed: whatever else the machine does falls on one of them, say."""
 
     SETTLING = 3  # steps under a plan before: the second copies of early updates are new, say
-    NUM = 5
+    NUM = 9
 
     def __init__(self, make: Callable[[], WarmStep], num_steps: int) -> None:
         self._make = make
         self._from_step = num_steps + self.SETTLING
         self._over: list[WarmStep] = []
+        self._seen: Seen = {}
+        self._between: list[float] = []
+        self._num_steps = -2  # when the last was over
         self._current: WarmStep | None = None
         self._one_pass = True
 
@@ -114,12 +130,34 @@ class WarmSteps:
     def left_by_an_exception(self) -> None:
         self._current = None
 
-    def step_over(self) -> None:
-        """step() is about to return."""
+    def exchange_times(self) -> ExchangeTimes | None:
+        """Return what the exchange of gradients reports to."""
+        return self._current.exchange_times if self._current else None
+
+    def step_over(self, num_steps: int) -> None:
+        """step() is about to return.
+
+        Args:
+            num_steps: taken so far.
+        """
         if self._current is not None and self._current.complete:
             self._current.step_over(self._one_pass)
+            before = self._over[-1] if num_steps == self._num_steps + 1 else None
+            if before:
+                self._between.append(self._current.begins_after(before))
             self._over.append(self._current)
+            self._num_steps = num_steps
+            whole, times = self._current.whole_seconds, self._current.exchange_times
+            if whole is not None and times is not None:
+                gathers = self._current.parts_seconds - before.parts_seconds if before else None
+                backward = self._current.backward_of_units()
+                compute = [*backward, whole - sum(backward)]
+                self._seen[num_steps] = SeenStep(compute, gathers, times.seconds())
             self._current = None
+
+    def seen(self) -> Seen:
+        """Return of each step what only several ranks together can tell the use of."""
+        return self._seen
 
     def are_over(self) -> bool:
         return len(self._over) == self.NUM
@@ -135,10 +173,12 @@ class WarmSteps:
                 _take_seconds(units[i], [measure for measure in seen if measure.calls])
         better.units = units
         better.outside_seconds = median(step.outside_seconds() for step in self._over)
-        loops = [step.loop_seconds for step in self._over if step.loop_seconds is not None]
-        if loops:
-            inside = _seconds_inside(better, plan)
-            better.outside_seconds = max(median(loops) - inside, better.outside_seconds)
+        better.loop_seconds = 0.0
+        wholes = [step.whole_seconds for step in self._over if step.whole_seconds is not None]
+        if wholes:
+            known = _C.lane_seconds(_without_packing(better), plan)["compute"]
+            between = median(self._between) if self._between else 0.0
+            better.loop_seconds = max(median(wholes) + between - float(known), 0.0)
         return better
 
     def refine_rates(self, rates: _C.RankProfile) -> None:
@@ -149,20 +189,19 @@ class WarmSteps:
             rates.compute_share_during_collective = 1.0  # it is in the seconds of these steps
 
 
-def _seconds_inside(profile: _C.Profile, plan: _C.Plan) -> float:
-    """What of a step's compute is the units', updates on the device among it, packing is not."""
-    inside = _C.Profile(profile)
-    inside.outside_seconds = 0.0
-    if inside.ranks.num_ranks > 1:
-        ranks = inside.ranks
+def _without_packing(profile: _C.Profile) -> _C.Profile:
+    """Gradients are laid out and taken up within what counts as their exchange."""
+    without = _C.Profile(profile)
+    if without.ranks.num_ranks > 1:
+        ranks = without.ranks
         ranks.pack_bytes_per_second = _AT_ONCE
-        inside.ranks = ranks
-    return float(_C.lane_seconds(inside, plan)["compute"])
+        without.ranks = ranks
+    return without
 
 
 def _take_seconds(unit: _C.UnitProfile, seen: list[UnitMeasure]) -> None:
     before = unit.forward_seconds
-    for name in _TIMES:
+    for name in UNIT_SECONDS:
         measured = [seconds for one in seen if (seconds := getattr(one, name)) > 0]
         if measured:
             setattr(unit, name, median(measured))

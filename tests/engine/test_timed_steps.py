@@ -90,7 +90,7 @@ def test_step_itself_is_part_of_what_is_expected():
     trained.run.bridge.commit = commit
     for step in range(UNTIL_TIMED + 1):
         one_step(trained, optimizer, step)
-    assert trained.run.profile.outside_seconds > SLOW
+    assert trained.run.profile.loop_seconds > SLOW
     assert trained.report().step_seconds_predicted > SLOW
     trained.unwrap()
 
