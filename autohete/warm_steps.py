@@ -99,7 +99,7 @@ class WarmSteps:
     """As many steps as are timed: whatever else the machine does falls on one of them, say."""
 
     SETTLING = 3  # steps under a plan before: the second copies of early updates are new, say
-    NUM = 9
+    NUM = 15
 
     def __init__(self, make: Callable[[], WarmStep], num_steps: int) -> None:
         self._make = make

@@ -142,7 +142,7 @@ def measure(rank: int, options: argparse.Namespace, store: str) -> None:
         whole_gradients=not options.own_rows,
     )
     for step in (peer, mixed, own):  # the first steps are measured for a plan, and warm up
-        for _ in range(18):
+        for _ in range(24):
             step()
     before = trained.run.engine.counters()  # type: ignore[union-attr]
     steady = steady_seconds(own, options.steady)
