@@ -7,6 +7,7 @@ counts in the mean, and of compute, between two places where they meet, what the
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -59,7 +60,8 @@ class ExchangeTimes:
         way = _Way(unit, self._clock(), len(works))
         self._ways.append(way)
         for work in works:
-            work.get_future().add_done_callback(lambda _: way.ends.append(self._clock()))
+            with contextlib.suppress(RuntimeError):  # a backend without futures: waits tell, later
+                work.get_future().add_done_callback(lambda _: way.ends.append(self._clock()))
 
     def landed(self) -> None:
         """The unit that was sent first of those on their way has been waited for."""

@@ -59,6 +59,19 @@ def test_what_is_on_its_way_at_the_end_does_not_count():
     assert times.seconds() == []
 
 
+def test_a_backend_without_futures_is_timed_by_its_waits():
+    class Plain:
+        def get_future(self) -> Any:
+            raise NotImplementedError("Work::getFuture not implemented.")
+
+    clock = Clock()
+    times = ExchangeTimes(clock)
+    times.sent(2, [Plain()])
+    clock.now = 5
+    times.landed()
+    assert times.seconds() == [(2, 5)]
+
+
 def profile_and_plan() -> tuple[_C.Profile, _C.Plan]:
     """Two layers of 8 MiB on two ranks: an exchange takes 1 s and one at half the rate 2."""
     profile = _C.Profile()
