@@ -17,6 +17,8 @@ from typing import Any
 from autohete import _C
 from autohete.planning.profile_file import PASS_SECONDS, UNIT_SECONDS
 
+_AT_ONCE = 1e15  # bytes per second; what moves next to nothing may seem quicker still
+
 
 @dataclass
 class SeenStep:
@@ -96,10 +98,10 @@ def refine(profile: _C.Profile, plan: _C.Plan, of_ranks: list[Seen], *, rates: b
     simulated = _C.simulate(profile, plan, _C.policy_of(plan.strategy), True)
     ranks = profile.ranks
     if (factor := _exchanges_longer_by(steps, simulated)) is not None:
-        ranks.exchange_bytes_per_second /= factor
+        ranks.exchange_bytes_per_second = _rate(ranks.exchange_bytes_per_second, factor)
         ranks.exchange_latency_seconds *= factor
     if (factor := _gathers_longer_by(steps, simulated)) is not None:
-        ranks.gather_bytes_per_second /= factor
+        ranks.gather_bytes_per_second = _rate(ranks.gather_bytes_per_second, factor)
         ranks.gather_latency_seconds *= factor
     profile.ranks = ranks
 
@@ -152,6 +154,10 @@ def _unit_seconds(simulated: _C.Simulation, lane: _C.SimulatedLane) -> dict[int,
         if span.lane == lane:
             taken.setdefault(span.unit, []).append(span.end_seconds - span.start_seconds)
     return {unit: median(seconds) for unit, seconds in taken.items()}
+
+
+def _rate(before: float, factor: float) -> float:
+    return min(before / factor, _AT_ONCE)
 
 
 def _ratio(took: float, expected: float) -> float | None:

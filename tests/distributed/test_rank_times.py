@@ -121,6 +121,14 @@ def test_collectives_take_what_ranks_saw_in_the_mean():
     assert profile.units[0].backward_seconds == 2.0
 
 
+def test_a_rate_stays_one_that_a_profile_may_have():
+    profile, plan = profile_and_plan()
+    seen_by_both = {n: seen([3.0], 1e-30, [(1, 1e-30), (0, 1e-30)]) for n in range(3)}
+    refine(profile, plan, [seen_by_both, seen_by_both], rates=True)
+    _C.validate_profile(profile)
+    assert profile.ranks.exchange_bytes_per_second > 8 * MIB
+
+
 def test_compute_takes_what_the_slowest_takes_between_two_meetings():
     profile, plan = profile_and_plan()
     profile.outside_seconds, profile.loop_seconds = 3.0, 4.0
