@@ -298,7 +298,7 @@ class RunPlan:
         safest = self._safest()
         try:
             plan = self._agree(self.profile, make)
-            if only_seconds and self.placements == list(plan.units):
+            if only_seconds and self._is_in_place_everywhere(plan):
                 self.plan = plan
                 _log.info(
                     "autohete: a later step was timed: %.3g s a step expected", plan.step_seconds
@@ -323,6 +323,11 @@ class RunPlan:
         self._keep()
         return True
 
+    def _is_in_place_everywhere(self, plan: Plan) -> bool:
+        """Collective: what is kept is every rank's own business, so it may be on some only."""
+        is_here = self.placements == list(plan.units)
+        return self._ranks.all_of(is_here) if self._ranks else is_here
+
     def _keep(self) -> None:
         if self._ranks is None or self._ranks.rank == 0:
             assert self.profile is not None and self.plan is not None
@@ -346,6 +351,7 @@ class RunPlan:
             if not saved:
                 raise
             profile.fixed_device_bytes -= saved
+            self._sized.need_less(saved)
             return agree_on_plan(self._ranks, profile, self._plannable(), make)
 
     def _stay_safe(self, safest: Plan) -> None:

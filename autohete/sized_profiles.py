@@ -70,6 +70,11 @@ class SizedProfiles:
         """Drop what was measured for sizes that cover this one: it turned out too small."""
         self._measured = [m for m in self._measured if not covers(m.size, size)]
 
+    def need_less(self, saved: int) -> None:
+        """Take bytes of the device, which no step needs any more, from what was measured."""
+        for one in self._measured:
+            one.profile.fixed_device_bytes -= saved
+
     def covers(self, size: Size) -> bool:
         """Whether at() knows the size."""
         return any(covers(m.size, size) for m in self._measured)

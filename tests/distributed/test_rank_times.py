@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from loops import Setup, part
+from loops import Setup, hash_of, part
 from models import make_gpt
 from oracle import adamw
 from ranks import run
 
 from autohete import _C, AutoHeteWrapper, run_plan
+from autohete.planning import InfeasibleError
 from autohete.planning.profile_file import profile_from_dict, profile_to_dict
 from autohete.rank_plans import merged_profile
 from autohete.rank_times import ExchangeTimes, SeenStep, refine
@@ -229,3 +230,77 @@ def test_stated_rates_stay():
     for name in ("exchange", "gather"):
         rate = f"{name}_bytes_per_second"
         assert later["ranks"][rate] == first["ranks"][rate]
+
+
+def length_of(rank: int, step: int) -> int:
+    """The second rank's sequences grow, within what the first one's need."""
+    return 16 if rank == 0 else 8 if step < 4 else 12
+
+
+def grown_within(rank: int, size: int) -> list[str]:
+    model = make_gpt(dropout=0.0)
+    optimizer = adamw(model)
+    ours = AutoHeteWrapper(model, optimizer, gpu_mem="16MiB", profile_path=None).to("cpu")
+    hashes = []
+    for step in range(8):
+        tokens, targets = part(Setup(), step, 0, rank)
+        length = length_of(rank, step)
+        ours(tokens[:, :length], targets[:, :length]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        hashes.append(hash_of(list(model.parameters())))
+    ours.unwrap()
+    return hashes
+
+
+def test_ranks_agree_whether_a_plan_is_in_use_already():
+    """One that is measured again recomputes what the others keep; bytes of all stay the same."""
+    model = make_gpt(dropout=0.0)
+    optimizer = adamw(model)
+    plain = []
+    for step in range(8):
+        for rank in range(2):
+            tokens, targets = part(Setup(), step, 0, rank)
+            length = length_of(rank, step)
+            model(tokens[:, :length], targets[:, :length]).backward()
+        for p in model.parameters():
+            p.grad.div_(2)
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.append(hash_of(list(model.parameters())))
+    assert run(2, grown_within) == [plain, plain]
+
+
+def without_overlap(rank: int, size: int) -> list[str]:
+    """The strategy that each step ran under, from the second on."""
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_plan, "make_plan", only_without_overlap(run_plan.make_plan))
+        model = make_gpt(dropout=0.0)
+        optimizer = adamw(model)
+        ours = AutoHeteWrapper(model, optimizer, gpu_mem="16MiB", profile_path=None).to("cpu")
+        for step in range(1 + WarmSteps.SETTLING + WarmSteps.NUM + 2):
+            ours(*part(Setup(), step, 0, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(ours.run.plans.in_use.strategy)
+        ours.unwrap()
+    return seen[1:]
+
+
+def only_without_overlap(make: Any) -> Any:
+    """Let there be no plan with the bytes of the device that the first one was asked for."""
+    first: list[int] = []
+
+    def made(profile: _C.Profile, *args: Any, **keywords: Any) -> Any:
+        first.append(profile.fixed_device_bytes)
+        if profile.fixed_device_bytes >= first[0]:
+            raise InfeasibleError("no room")
+        return make(profile, *args, **keywords)
+
+    return made
+
+
+def test_an_exchange_without_overlap_leaves_its_room_to_later_plans_too():
+    for strategies in run(2, without_overlap):
+        assert set(strategies) == {"autohete"}
