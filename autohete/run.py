@@ -176,6 +176,7 @@ class Run:
         self.user_checkpoints = False  # units were called inside a checkpoint of the user's
         self._forwards_wait = False  # a forward has run since the last step
         self._in_a_step = False  # a backward has run since the last one
+        self._adds_up = False  # a forward has found gradients of its own step
         self._last_commit: float | None = None
         self._shares_from: tuple[float, dict[str, Any]] | None = None
         self._shares_to: tuple[float, dict[str, Any]] | None = None
@@ -418,17 +419,21 @@ class Run:
     def _follow(self, size: Size) -> None:
         """Go over to the plan that the inputs and the steps measured so far speak for."""
         forwards_wait, self._forwards_wait = self._forwards_wait, True
+        self._adds_up = self._adds_up or (self._in_a_step and self._has_gradients())
         if not (forwards_wait and self.user_checkpoints):
             self._change_what_is_due(size)
         # else what is recomputed for them later has to save what they did not
         self.plans.time_a_step(size, self.num_steps, self._in_a_step or forwards_wait)
+
+    def _has_gradients(self) -> bool:
+        return any(p.grad is not None for unit in self.units for p in unit.parameters)
 
     def _change_what_is_due(self, size: Size) -> None:
         due = self.exchange.plan_is_due if self.exchange else self.plans.is_measured()
         if due and self.num_steps and not self._in_a_step:
             if self.exchange:
                 self.exchange.plan_is_due = False
-            persist = any(p.grad is not None for unit in self.units for p in unit.parameters)
+            persist = self._adds_up or self._has_gradients()
             self._change_plan(lambda: self.plans.decide(persist, self.num_steps))
         if self.plans.needs_measuring(size):
             if self.plans.measures_all():

@@ -230,7 +230,7 @@ class RunPlan:
         Of several ranks all call it, those too whose inputs brought nothing new.
 
         Args:
-            gradients_persist: gradients of the last step are still there.
+            gradients_persist: some are there when a forward begins.
             num_steps: taken so far.
 
         Returns: whether the plan is another one now.

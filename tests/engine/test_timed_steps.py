@@ -222,3 +222,14 @@ def test_larger_inputs_behind_a_timed_forward_change_the_plan_at_rest(monkeypatc
     trained(*batch(101, rows=6)).backward()
     assert seen == [True]
     trained.unwrap()
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_gradients_that_add_up_without_being_stated_have_their_room(passes):
+    """gradient_accumulation_steps is 1; zero_grad() comes before the plan is made."""
+    _, optimizer, trained, more = wrapped()
+    more["seconds"] = 0.0
+    for step in range(2):
+        one_step(trained, optimizer, step, passes)
+    assert trained.run.plans.profile.gradients_persist == (passes > 1)
+    trained.unwrap()
