@@ -107,7 +107,8 @@ struct Bound {
 struct Formulation {
   std::vector<Segment> segments;
   std::vector<Variable> variables;  // c, p, o of segment 0, of segment 1, ...; then auxiliary ones
-  std::vector<Bound> bounds;        // each after the bounds of what it mentions; p <= o bounds o, z <= p p
+  // Each after the bounds of what it mentions; but p <= o is a bound of o, and z <= p one of p.
+  std::vector<Bound> bounds;
   int device = 0, host = 0, step = 0;  // indices of variables
   double device_scale = 1, host_scale = 1, time_scale = 1;
   double tie_break = 0;  // cost of one count
