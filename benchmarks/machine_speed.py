@@ -74,6 +74,7 @@ def slowed(profile: Profile, times: float) -> Profile:
         unit.recompute_seconds *= times
     slow.units = units
     slow.outside_seconds *= times
+    slow.loop_seconds *= times
     hardware = slow.hardware
     hardware.device_params_per_second /= times
     slow.hardware = hardware
