@@ -106,16 +106,10 @@ def profile_and_plan() -> tuple[_C.Profile, _C.Plan]:
     return profile, plan
 
 
-def seen(
-    compute: list[float], gathers: float | None, exchanges: list[tuple[int, float]]
-) -> SeenStep:
-    return SeenStep(compute, gathers, exchanges)
-
-
 def test_collectives_take_what_ranks_saw_in_the_mean():
     profile, plan = profile_and_plan()
-    one = {n: seen([3.0], 5.0, [(1, 1.0), (0, 3.0)]) for n in (4, 5, 6)}
-    other = {n: seen([3.0], 3.0, [(1, 3.0), (0, 1.0)]) for n in (5, 6, 7)}
+    one = {n: SeenStep([3.0], 5.0, [(1, 1.0), (0, 3.0)]) for n in (4, 5, 6)}
+    other = {n: SeenStep([3.0], 3.0, [(1, 3.0), (0, 1.0)]) for n in (5, 6, 7)}
     refine(profile, plan, [one, other], rates=True)
     assert profile.ranks.exchange_bytes_per_second == pytest.approx(4 * MIB)  # 2 s, not 1
     assert profile.ranks.gather_bytes_per_second == pytest.approx(4 * MIB)  # 4 s of both
@@ -124,7 +118,7 @@ def test_collectives_take_what_ranks_saw_in_the_mean():
 
 def test_a_rate_stays_one_that_a_profile_may_have():
     profile, plan = profile_and_plan()
-    seen_by_both = {n: seen([3.0], 1e-30, [(1, 1e-30), (0, 1e-30)]) for n in range(3)}
+    seen_by_both = {n: SeenStep([3.0], 1e-30, [(1, 1e-30), (0, 1e-30)]) for n in range(3)}
     refine(profile, plan, [seen_by_both, seen_by_both], rates=True)
     _C.validate_profile(profile)
     assert profile.ranks.exchange_bytes_per_second > 8 * MIB
@@ -133,8 +127,8 @@ def test_a_rate_stays_one_that_a_profile_may_have():
 def test_compute_takes_what_the_slowest_takes_between_two_meetings():
     profile, plan = profile_and_plan()
     profile.outside_seconds, profile.loop_seconds = 3.0, 4.0
-    one = {n: seen([1.0, 2.0, 7.0], None, []) for n in range(3)}
-    other = {n: seen([3.0, 1.0, 6.0], None, []) for n in range(3)}
+    one = {n: SeenStep([1.0, 2.0, 7.0], None, []) for n in range(3)}
+    other = {n: SeenStep([3.0, 1.0, 6.0], None, []) for n in range(3)}
     refine(profile, plan, [one, other], rates=True)  # 3 + 2 + 7 where each takes 10
     assert profile.units[1].forward_seconds == pytest.approx(1.2)
     assert profile.units[1].backward_seconds == pytest.approx(2.4)
@@ -146,8 +140,9 @@ def test_compute_takes_what_the_slowest_takes_between_two_meetings():
 def test_steps_of_one_rank_only_change_nothing():
     profile, plan = profile_and_plan()
     before = profile_to_dict(profile)
-    refine(profile, plan, [{1: seen([9.0], 9.0, [(1, 9.0)])}, {}], rates=True)
-    refine(profile, plan, [{1: seen([9.0], 9.0, [])}, {2: seen([1.0], 1.0, [])}], rates=True)
+    one, later = SeenStep([9.0], 9.0, [(1, 9.0)]), SeenStep([1.0], 1.0, [])
+    refine(profile, plan, [{1: one}, {}], rates=True)
+    refine(profile, plan, [{1: one}, {2: later}], rates=True)
     assert profile_to_dict(profile) == before
 
 
